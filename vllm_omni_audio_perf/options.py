@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option a user can set, with its type, default and allowed values.
+
+Options are written per stage, in the stage config's ``additional_config``::
+
+    - stage_id: 2
+      model_arch: AudioPerfQwen2_5OmniForConditionalGeneration
+      additional_config:
+        audio_perf:
+          max_mel_frames: 6000
+
+vLLM carries that dictionary unchanged to the stage's process as ``vllm_config.additional_config``.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+SECTION = "audio_perf"
+
+
+class OptionError(ValueError):
+    """An option is unknown or has a value that is not allowed. The message names both and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token2WavOptions:
+    """Options of the Qwen2.5-Omni code2wav stage."""
+
+    max_mel_frames: int = 30_000
+    """Longest clip in mel frames of 10 ms; what is longer is cut at the end. 0 for no cap. Upstream's default."""
+
+    def __post_init__(self) -> None:
+        if type(self.max_mel_frames) is not int or self.max_mel_frames < 0:
+            raise OptionError(
+                f"{SECTION}.max_mel_frames is {self.max_mel_frames!r}; allowed: a whole number of at least 0."
+            )
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> Self:
+        """Read the options of one stage.
+
+        Args:
+            additional_config: ``vllm_config.additional_config`` of the stage. Keys beside ``audio_perf`` belong to
+                others and are left alone, unless one is evidently a misspelling of it.
+
+        Raises:
+            OptionError: for an unknown option, a value that is not allowed, or a misspelt section.
+        """
+        return cls(**_section(additional_config, [field.name for field in dataclasses.fields(cls)]))
+
+
+def _section(additional_config: object, allowed: list[str]) -> dict[str, Any]:
+    """The ``audio_perf`` dictionary, all of whose keys are among `allowed`."""
+    if not isinstance(additional_config, Mapping):  # vLLM also allows a hashable config object, which is not ours
+        return {}
+    for key in additional_config:
+        if key != SECTION and difflib.get_close_matches(str(key).lower(), [SECTION], cutoff=0.8):
+            raise OptionError(f"additional_config has a section {key!r}; did you mean {SECTION!r}?")
+    section = additional_config.get(SECTION)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise OptionError(
+            f"additional_config.{SECTION} is {section!r}; allowed: a mapping of options ({', '.join(allowed)})."
+        )
+    for key in section:
+        if key not in allowed:
+            raise OptionError(f"Unknown option {SECTION}.{key} = {section[key]!r}; allowed: {', '.join(allowed)}.")
+    return dict(section)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds upstream's own modules outside an engine, as the reference that ours are compared with.
+
+vLLM-Omni's Token2Wav needs a vLLM configuration and an initialised process group around it; transformers' copy needs
+neither, but computes another rotary table.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+BIGVGAN_GAIN = 0.5
+"""Extra gain on the vocoder's weights: with it the waveform stays at speech level, where nothing clips."""
+
+
+def randomize(model: nn.Module, *, seed: int = 0, gain: float = 1.0) -> None:
+    """Draw the weights of a Token2Wav so that every part of it matters and activations stay of order one.
+
+    Args:
+        model: changed in place. The parameters of the activations keep their initial values.
+        seed: of the draw.
+        gain: standard deviation of each weight times the square root of its fan-in.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                scale = gain / parameter[0].numel() ** 0.5
+                if "bigvgan" in name:
+                    scale *= BIGVGAN_GAIN
+            elif name.endswith("bias"):  # vLLM's linear layers leave theirs uninitialised
+                scale = 0.1
+            else:
+                continue
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def build_vllm_omni_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) -> nn.Module:
+    """vLLM-Omni's ``Qwen2_5OmniToken2WavModel`` with random weights, float32, on the CPU.
+
+    Args:
+        config: a ``Qwen2_5OmniToken2WavConfig``.
+        seed: see `randomize`.
+        gain: see `randomize`.
+
+    Raises:
+        ImportError: where vLLM-Omni is not installed.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni_token2wav import Qwen2_5OmniToken2WavModel
+
+    with set_current_vllm_config(VllmConfig()):
+        _initialize_single_process_group()
+        model = Qwen2_5OmniToken2WavModel(config).eval()
+    randomize(model, seed=seed, gain=gain)
+    for module in model.modules():
+        quant_method = getattr(module, "quant_method", None)
+        if quant_method is not None:  # what vLLM's loader does after the last weight; its CPU linear layers need it
+            quant_method.process_weights_after_loading(module)
+    return model
+
+
+def build_transformers_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) -> nn.Module:
+    """transformers' ``Qwen2_5OmniToken2WavModel`` with random weights and vLLM-Omni's rotary table.
+
+    The table of transformers 5.14 repeats the angles half by half although its rotation pairs neighbouring channels;
+    vLLM-Omni (and transformers 4.57) repeat them pair by pair.
+    """
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
+
+    model = Qwen2_5OmniToken2WavModel(config).eval()
+    randomize(model, seed=seed, gain=gain)
+    rotary: Any = model.code2wav_dit_model.rotary_embed
+
+    def pairwise_table(hidden: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        angles = torch.outer(torch.arange(hidden.shape[1]).float(), rotary.inv_freq.float())
+        angles = angles.repeat_interleave(2, dim=-1).expand(hidden.shape[0], -1, -1)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+    rotary.forward = pairwise_table
+    return model
+
+
+def _initialize_single_process_group() -> None:
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+
+    if model_parallel_is_initialized():
+        return
+    rendezvous = Path(tempfile.mkdtemp(prefix="audio-perf-")) / "rendezvous"
+    init_distributed_environment(1, 0, f"file://{rendezvous}", local_rank=0, backend="gloo")
+    initialize_model_parallel()
