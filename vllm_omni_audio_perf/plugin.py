@@ -26,6 +26,7 @@ def register() -> None:
     Raises:
         ImportError: if vLLM or vLLM-Omni cannot be imported.
     """
+    _log_through_vllm()
     try:
         from vllm import ModelRegistry
         from vllm_omni.model_executor.models import OmniModelRegistry
@@ -33,8 +34,13 @@ def register() -> None:
         for registry in (ModelRegistry, OmniModelRegistry):
             registered = registry.get_supported_archs()
             for architecture, qualified_class in ARCHITECTURES:
-                if architecture not in registered:  # vLLM warns when a name is registered over
+                if architecture not in registered:
                     registry.register_model(architecture, qualified_class)
     except Exception:
         logger.exception("vllm-omni-audio-perf could not register its architectures")
         raise
+
+
+def _log_through_vllm() -> None:
+    """Give this package's log lines vLLM's handlers and level, as vLLM-Omni does with its own."""
+    logging.getLogger(_PACKAGE).parent = logging.getLogger("vllm")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 BIGVGAN_GAIN = 0.5
 """Extra gain on the vocoder's weights: with it the waveform stays at speech level, where nothing clips."""
 
@@ -54,7 +53,7 @@ def build_vllm_omni_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) 
     from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni_token2wav import Qwen2_5OmniToken2WavModel
 
     with set_current_vllm_config(VllmConfig()):
-        _initialize_single_process_group()
+        initialize_single_process_group()
         model = Qwen2_5OmniToken2WavModel(config).eval()
     randomize(model, seed=seed, gain=gain)
     for module in model.modules():
@@ -85,7 +84,8 @@ def build_transformers_token2wav(config: Any, *, seed: int = 0, gain: float = 1.
     return model
 
 
-def _initialize_single_process_group() -> None:
+def initialize_single_process_group() -> None:
+    """Initialise vLLM's process groups for one process, unless they are: its layers ask them for their rank."""
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 
     if model_parallel_is_initialized():

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration, as a worker process goes through it."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+pytest.importorskip("vllm_omni")
+
+# In a process of its own: registries are global, and a worker starts from nothing.
+IN_A_WORKER = """
+import json, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+for _ in range(int(sys.argv[1])):
+    import vllm_omni_audio_perf
+    vllm_omni_audio_perf.register()
+from vllm import ModelRegistry
+from vllm_omni.model_executor.models import OmniModelRegistry
+from vllm_omni.platforms import current_omni_platform
+from vllm_omni_audio_perf.plugin import ARCHITECTURES
+import logging
+print(json.dumps({
+    "platform": type(current_omni_platform).__name__,
+    "ours": [name for name, _ in ARCHITECTURES],
+    "registries": [
+        {name: f"{model.module_name}:{model.class_name}" for name, model in registry.models.items()
+         if name.startswith("AudioPerf") or name == "Qwen2_5OmniForConditionalGeneration"}
+        for registry in (ModelRegistry, OmniModelRegistry)
+    ],
+    "classes": [OmniModelRegistry.models[name].load_model_cls().__name__ for name, _ in ARCHITECTURES],
+}))
+"""
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["by entry point", "and twice more by hand"])
+def worker(request: pytest.FixtureRequest) -> dict:
+    result = subprocess.run(
+        [sys.executable, "-c", IN_A_WORKER, str(request.param)], capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_entry_point_group_reaches_every_process() -> None:
+    """vLLM loads this group in the main process, the engine cores and the workers."""
+    (own,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "audio_perf"]
+    assert own.value == "vllm_omni_audio_perf:register"
+
+
+def test_both_registries_know_every_architecture(worker: dict) -> None:
+    for registry in worker["registries"]:
+        assert set(worker["ours"]) <= set(registry)
+
+
+def test_architectures_load(worker: dict) -> None:
+    assert worker["classes"] == ["AudioPerfQwen2_5Omni"]
+
+
+def test_stock_architectures_stay_stock(worker: dict) -> None:
+    for registry in worker["registries"]:
+        assert registry["Qwen2_5OmniForConditionalGeneration"].startswith("vllm_omni.")

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated checkpoints that are made once and kept in the user's cache folder."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/vllm-omni-audio-perf``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-omni-audio-perf"
+
+
+def cached_qwen2_5_omni_checkpoint(token2wav: str = "tiny") -> Path:
+    """The folder of a random Qwen2.5-Omni checkpoint, made on first use with a progress bar.
+
+    Args:
+        token2wav: "tiny" or "real", see `vllm_omni_audio_perf.testing.qwen2_5_omni_checkpoint.make_checkpoint`.
+
+    Raises:
+        ValueError: for another `token2wav`.
+    """
+    from vllm_omni_audio_perf.testing import byte_tokenizer, qwen2_5_omni_checkpoint
+
+    # Named after its generator, so that a changed generator is not served an old checkpoint.
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (byte_tokenizer, qwen2_5_omni_checkpoint))
+    path = cache_folder() / f"qwen2_5_omni-{token2wav}-{hashlib.sha256(sources).hexdigest()[:8]}"
+    if not path.is_dir():
+        with tqdm(total=len(qwen2_5_omni_checkpoint.STEPS), desc=f"Generating {path}", unit="step") as bar:
+
+            def advance(step: str) -> None:
+                bar.set_postfix_str(step)
+                bar.update()
+
+            qwen2_5_omni_checkpoint.make_checkpoint(path, token2wav=token2wav, progress=advance)
+    return path
