@@ -2,8 +2,10 @@
 """Generated checkpoints that are made once and kept in the user's cache folder."""
 
 import hashlib
+import inspect
 import os
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -13,7 +15,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-omni-audio-perf"
 
 
-def cached_qwen2_5_omni_checkpoint(token2wav: str = "tiny") -> Path:
+def cached_qwen2_5_omni_checkpoint(token2wav: Literal["tiny", "real"] = "tiny") -> Path:
     """The folder of a random Qwen2.5-Omni checkpoint, made on first use with a progress bar.
 
     Args:
@@ -25,14 +27,15 @@ def cached_qwen2_5_omni_checkpoint(token2wav: str = "tiny") -> Path:
     from vllm_omni_audio_perf.testing import byte_tokenizer, qwen2_5_omni_checkpoint
 
     # Named after its generator, so that a changed generator is not served an old checkpoint.
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (byte_tokenizer, qwen2_5_omni_checkpoint))
-    path = cache_folder() / f"qwen2_5_omni-{token2wav}-{hashlib.sha256(sources).hexdigest()[:8]}"
+    sources = "".join(inspect.getsource(module) for module in (byte_tokenizer, qwen2_5_omni_checkpoint))
+    path = cache_folder() / f"qwen2_5_omni-{token2wav}-{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
     if not path.is_dir():
         with tqdm(total=len(qwen2_5_omni_checkpoint.STEPS), desc=f"Generating {path}", unit="step") as bar:
 
             def advance(step: str) -> None:
+                bar.update(bool(bar.postfix))  # a step is done when the next one begins
                 bar.set_postfix_str(step)
-                bar.update()
 
             qwen2_5_omni_checkpoint.make_checkpoint(path, token2wav=token2wav, progress=advance)
+            bar.update()
     return path
