@@ -7,7 +7,7 @@ from vllm_omni_audio_perf.options import OptionError, Token2WavOptions
 
 
 @pytest.mark.parametrize(
-    "additional_config", [{}, None, {"audio_perf": None}, {"audio_perf": {}}, {"somebody_else": {"x": 1}}]
+    "additional_config", [{}, None, {"audio_perf": None}, {"audio_perf": {}}, {"audio_prefs": {"x": 1}, "perf": 1}]
 )
 def test_defaults(additional_config: object) -> None:
     assert Token2WavOptions.from_additional_config(additional_config) == Token2WavOptions()
@@ -36,7 +36,7 @@ def test_an_unknown_option(key: object) -> None:
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("section", ["audio-perf", "audioperf", "audio_pref", "Audio_Perf"])
+@pytest.mark.parametrize("section", ["audio-perf", "audioperf", "audio_pref", "Audio_Perf", "audio_per"])
 def test_a_misspelt_section(section: str) -> None:
     with pytest.raises(OptionError, match=f"'{section}'; did you mean 'audio_perf'"):
         Token2WavOptions.from_additional_config({section: {"max_mel_frames": 1}})

@@ -57,7 +57,7 @@ def _section(additional_config: object, allowed: list[str]) -> dict[str, Any]:
     if not isinstance(additional_config, Mapping):  # vLLM also allows a hashable config object, which is not ours
         return {}
     for key in additional_config:
-        if key != SECTION and difflib.get_close_matches(str(key).lower(), [SECTION], cutoff=0.8):
+        if key != SECTION and difflib.get_close_matches(str(key).lower(), [SECTION], cutoff=0.9):
             raise OptionError(f"additional_config has a section {key!r}; did you mean {SECTION!r}?")
     section = additional_config.get(SECTION)
     if section is None:

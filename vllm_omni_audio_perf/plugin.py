@@ -7,13 +7,20 @@ core and each worker. It may run several times in one process.
 
 import logging
 
+from vllm_omni_audio_perf import compat
+
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "vllm_omni_audio_perf"
 
-# (architecture for `model_arch:` in a stage config, "module:Class"). The strings stay lazy until a stage asks for them.
-ARCHITECTURES: tuple[tuple[str, str], ...] = (
-    ("AudioPerfQwen2_5OmniForConditionalGeneration", f"{_PACKAGE}.qwen2_5_omni.stage:AudioPerfQwen2_5Omni"),
+# (architecture for `model_arch:` in a stage config, "module:Class" of the model, "module:Class" of the check of its
+# configuration). The models stay lazy until a stage asks for them.
+ARCHITECTURES: tuple[tuple[str, str, str], ...] = (
+    (
+        "AudioPerfQwen2_5OmniForConditionalGeneration",
+        f"{_PACKAGE}.qwen2_5_omni.stage:AudioPerfQwen2_5Omni",
+        f"{_PACKAGE}.qwen2_5_omni.stage_check:StageCheck",
+    ),
 )
 
 
@@ -26,21 +33,16 @@ def register() -> None:
     Raises:
         ImportError: if vLLM or vLLM-Omni cannot be imported.
     """
-    _log_through_vllm()
     try:
+        compat.log_through_vllm(_PACKAGE)
         from vllm import ModelRegistry
         from vllm_omni.model_executor.models import OmniModelRegistry
 
-        for registry in (ModelRegistry, OmniModelRegistry):
-            registered = registry.get_supported_archs()
-            for architecture, qualified_class in ARCHITECTURES:
-                if architecture not in registered:
-                    registry.register_model(architecture, qualified_class)
+        for architecture, model, check in ARCHITECTURES:
+            for registry in (ModelRegistry, OmniModelRegistry):
+                if architecture not in registry.get_supported_archs():
+                    registry.register_model(architecture, model)
+            compat.check_configuration(architecture, check)
     except Exception:
         logger.exception("vllm-omni-audio-perf could not register its architectures")
         raise
-
-
-def _log_through_vllm() -> None:
-    """Give this package's log lines vLLM's handlers and level, as vLLM-Omni does with its own."""
-    logging.getLogger(_PACKAGE).parent = logging.getLogger("vllm")

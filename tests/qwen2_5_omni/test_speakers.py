@@ -66,3 +66,11 @@ def test_silent_speaker() -> None:
     assert speaker.reference_mel.shape == (1, 300, 80)
     assert not speaker.embedding.any()
     assert not speaker.reference_mel.any()
+
+
+def test_silent_speaker_is_float32_whatever_the_default() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert {tensor.dtype for tensor in silent_speaker(192, 80, CPU)} == {torch.float32}
+    finally:
+        torch.set_default_dtype(torch.float32)

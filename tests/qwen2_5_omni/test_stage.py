@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code2wav stage as vLLM-Omni builds it: its own configuration and weight loader, without an engine around it."""
 
+import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ def stage_config(model: Path, architecture: str = OURS, **settings: Any) -> Any:
     vllm_omni_audio_perf.register()
     arguments = OmniEngineArgs(
         model=str(model),
-        model_stage="code2wav",
+        model_stage=settings.pop("model_stage", "code2wav"),
         model_arch=architecture,
         worker_type="generation",
         hf_config_name="thinker_config",
@@ -160,25 +161,61 @@ def test_strips_the_talkers_marks(stage: Any) -> None:
     assert [len(waveform) for waveform in run(stage, [8293, 1, 2, 8294], [8293, 8294])] == [960, 0]
 
 
-def test_start_up_run_costs_one_evaluation(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_start_up_run_costs_one_evaluation(with_ids: bool, stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that `GPUGenerationModelRunner._dummy_run` passes."""
     calls: list[int] = []
     dit = stage._token2wav.dit
     evaluate = dit.evaluate
     monkeypatch.setattr(dit, "evaluate", lambda mel, *rest: calls.append(mel.shape[1]) or evaluate(mel, *rest))
     with torch.inference_mode():
-        for inputs in (
-            {"input_ids": torch.zeros(64, dtype=torch.int32)},
-            {"input_ids": None, "inputs_embeds": torch.zeros(64, 128)},
-        ):
-            out = stage(positions=torch.zeros(64), **inputs)
-            assert [waveform.shape for waveform in out.multimodal_outputs["model_outputs"]] == [(0,)]
-    assert calls == [128, 128]
+        out = stage(
+            input_ids=torch.zeros(64, dtype=torch.int32) if with_ids else None,
+            positions=torch.zeros(64),
+            intermediate_tensors=None,
+            inputs_embeds=torch.zeros(64, 128),
+            runtime_additional_information=stage.get_dummy_runtime_additional_information(1),
+            seq_token_counts=[64],
+        )
+    assert [waveform.shape for waveform in out.multimodal_outputs["model_outputs"]] == [(0,)]
+    assert calls == [128]
 
 
-def test_no_info_line_a_request(stage: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_information_of_a_request_is_not_taken_for_the_start_up_run(stage: Any) -> None:
+    for information in ([{}], [{"codes": {"audio": [0, 0]}, "generated_len": 0}], None):
+        assert [len(waveform) for waveform in run(stage, [0, 0], runtime_additional_information=information)] == [960]
+
+
+def test_the_runner_offers_the_mark_that_we_wait_for() -> None:
+    """The name that upstream's runner looks for on the model."""
+    from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
+
+    from vllm_omni_audio_perf.qwen2_5_omni.stage import AudioPerfQwen2_5Omni
+
+    assert hasattr(AudioPerfQwen2_5Omni, "get_dummy_runtime_additional_information")
+    source = inspect.getsource(GPUGenerationModelRunner._dummy_run)
+    assert "self.model.get_dummy_runtime_additional_information(num_reqs)" in source
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM's logger and its children print: they do not propagate to the root logger."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO):
-        run(stage, [1, 2, 3])
-    assert not caplog.records
+        yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_no_info_line_a_request(stage: Any, log: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm_omni_audio_perf").info("seen")
+    run(stage, [1, 2, 3])
+    assert [record.message for record in log.records] == ["seen"]
+
+
+def test_a_voice_that_is_not_there_is_said(stage: Any, log: pytest.LogCaptureFixture) -> None:
+    assert torch.equal(run(stage, [1, 2], voice_type="Nobody")[0], run(stage, [1, 2])[0])
+    assert ["There is no voice 'Nobody' (there are: Chelsie, Ethan)." in line.message for line in log.records] == [True]
 
 
 def test_dummy_weights(qwen2_5_omni_checkpoint: Path, copy_without: Callable[[str], Path]) -> None:
@@ -200,19 +237,47 @@ def test_options_reach_the_stage(qwen2_5_omni_checkpoint: Path) -> None:
     assert [len(waveform) for waveform in run(build(config), [1] * 30)] == [10 * 480]
 
 
-def test_an_unknown_option_is_refused_at_start(qwen2_5_omni_checkpoint: Path) -> None:
-    config = stage_config(qwen2_5_omni_checkpoint, additional_config={"audio_perf": {"max_frames": 20}})
-    with pytest.raises(ValueError, match=r"audio_perf\.max_frames = 20; allowed: max_mel_frames"):
-        build(config)
+def test_a_checkpoint_without_the_default_voice_is_refused_at_start(copy_without: Callable[[str], Path]) -> None:
+    folder = copy_without("spk_dict.pt")
+    torch.save({"Ethan": {"cond": torch.zeros(1, 192), "ref_mel": torch.zeros(1, 150, 80)}}, folder / "spk_dict.pt")
+    with pytest.raises(ValueError, match=r"no voice 'Chelsie'.*it has: Ethan"):
+        build(stage_config(folder))
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_parallelism_is_refused_in_one_sentence(name: str) -> None:
-    from vllm_omni_audio_perf.qwen2_5_omni.stage import _refuse_parallelism
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"additional_config": {"audio_perf": {"max_frames": 20}}},
+            r"audio_perf\.max_frames = 20; allowed: max_mel_fra",
+        ),
+        (
+            {"additional_config": {"audio_perf": {"max_mel_frames": -1}}},
+            r"max_mel_frames is -1; allowed: a whole number",
+        ),
+        ({"additional_config": {"audio-perf": {}}}, "'audio-perf'; did you mean 'audio_perf'"),
+        ({"tensor_parallel_size": 2}, "runs on one device: tensor_parallel_size is 2, allowed is 1"),
+        ({"pipeline_parallel_size": 2}, "runs on one device: pipeline_parallel_size is 2, allowed is 1"),
+        (
+            {"model_stage": "talker", "additional_config": {"audio_perf": {"max_mel_frames": 20}}},
+            "stands on stage 'talker'; allowed: on stage 'code2wav' only",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_before_any_engine_starts(
+    settings: dict[str, Any], message: str, qwen2_5_omni_checkpoint: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        stage_config(qwen2_5_omni_checkpoint, **settings)
 
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, name: 2}
-    with pytest.raises(ValueError, match=f"runs on one device: {name} is 2, allowed is 1"):
-        _refuse_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
+
+def test_a_checkpoint_without_token2wav_is_refused(qwen2_5_omni_checkpoint: Path) -> None:
+    from vllm_omni_audio_perf.qwen2_5_omni.stage_check import checked_options
+
+    config = stage_config(qwen2_5_omni_checkpoint)
+    config.model_config.hf_config = SimpleNamespace(token2wav_config=None)
+    with pytest.raises(ValueError, match="has no token2wav_config"):
+        checked_options(config)
 
 
 def test_other_stages_are_upstreams(qwen2_5_omni_checkpoint: Path) -> None:

@@ -58,7 +58,10 @@ def block_sparse_attention(
 
 
 def _own_block_attention(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> Tensor:
-    """Own-block attention over whole blocks: blocks become batch entries, inputs and output stay views."""
+    """Own-block attention over whole blocks: blocks become batch entries, inputs and output stay views.
+
+    That takes frames-first tensors, as a projection leaves them, or contiguous ones; others go the general way.
+    """
     batch, heads, frames, _ = query.shape
     blocks = frames // block_size
     inputs = (query, key, value)

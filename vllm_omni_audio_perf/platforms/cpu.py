@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU platform for vLLM-Omni: vLLM's own CPU platform plus the questions that vLLM-Omni asks of one."""
 
-import os
-
 import psutil
 import torch
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.cpu_resource_utils import get_memory_affinity
 from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
@@ -17,19 +16,14 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     _omni_enum = OmniPlatformEnum.OOT
 
-    def __init__(self) -> None:
-        super().__init__()
-        # One process a stage instead of an engine core and a worker: half the start-up time and a third less memory.
-        # vLLM reads it when it builds the stages' configs, too early for the `env:` of a stage config.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        compat.answer_capture_query_without_cuda()
-
     @classmethod
     def get_omni_ar_worker_cls(cls) -> str:
+        compat.prefer_one_process_a_stage()  # here, where vLLM-Omni sets up a stage: plain vLLM keeps its own way
         return "vllm_omni_audio_perf.platforms.cpu_worker.CpuARWorker"
 
     @classmethod
     def get_omni_generation_worker_cls(cls) -> str:
+        compat.prefer_one_process_a_stage()
         return "vllm_omni_audio_perf.platforms.cpu_worker.CpuGenerationWorker"
 
     @classmethod
@@ -64,6 +58,20 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def get_device_version(cls) -> str | None:
         return None
+
+    @classmethod
+    def set_device_control_env_var(cls, devices: str | int | None) -> None:
+        """Restrict a stage to memory nodes, as far as its `devices` name some.
+
+        A stage config written for GPUs numbers those: `devices: "1"` on a machine with one memory node means no
+        restriction, where vLLM would find no memory at all.
+        """
+        nodes = {str(node) for node in get_memory_affinity()}
+        named = [device.strip() for device in str(devices).split(",") if device.strip() in nodes]
+        if named:
+            super().set_device_control_env_var(",".join(named))
+        else:
+            cls.unset_device_control_env_var()
 
     @classmethod
     def synchronize(cls) -> None:

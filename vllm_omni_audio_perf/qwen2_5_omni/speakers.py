@@ -57,4 +57,7 @@ def load_speakers(folder: Path, device: torch.device) -> dict[str, Speaker]:
 
 def silent_speaker(embedding_dim: int, mel_dim: int, device: torch.device) -> Speaker:
     """A voice of zeros: what upstream falls back to, and what a stage with dummy weights and no folder uses."""
-    return Speaker(torch.zeros(1, embedding_dim, device=device), torch.zeros(1, 300, mel_dim, device=device))
+    return Speaker(
+        torch.zeros(1, embedding_dim, device=device, dtype=torch.float32),
+        torch.zeros(1, 300, mel_dim, device=device, dtype=torch.float32),
+    )

@@ -6,7 +6,7 @@ loaded into upstream's own modules under upstream's names; only the way from cod
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,51 +25,49 @@ from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import (
 )
 from vllm_omni.model_executor.models.utils import add_prefix_to_loaded_weights
 
-from vllm_omni_audio_perf.options import Token2WavOptions
 from vllm_omni_audio_perf.qwen2_5_omni.speakers import SPEAKER_FILE, Speaker, load_speakers, silent_speaker
+from vllm_omni_audio_perf.qwen2_5_omni.stage_check import checked_options, is_code2wav
 from vllm_omni_audio_perf.qwen2_5_omni.token2wav import Token2Wav
 
 logger = init_logger(__name__)
 
-CODE2WAV = "code2wav"
 DEFAULT_SPEAKER = "Chelsie"
 WEIGHT_PREFIX = "token2wav"
+START_UP_RUN = "audio_perf_start_up_run"
 
 
 class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
     """Qwen2.5-Omni whose code2wav stage is evaluated block-sparsely. Any other stage is upstream's.
 
     Raises:
-        ValueError: at start, for an option that is not allowed, for a tensor or pipeline parallel size over 1 on the
-            code2wav stage, or for a checkpoint whose ``spk_dict.pt`` is missing or unreadable.
+        ValueError: at start, for a configuration that `stage_check` refuses, and for a ``spk_dict.pt`` that is
+            unreadable or lacks the default voice.
+        FileNotFoundError: at start, for a checkpoint without ``spk_dict.pt``.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        if getattr(vllm_config.model_config, "model_stage", None) != CODE2WAV:
+        options = checked_options(vllm_config)
+        if not is_code2wav(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
-        options = Token2WavOptions.from_additional_config(vllm_config.additional_config)
-        _refuse_parallelism(vllm_config)
         with _built_in_float32(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         token2wav = self.token2wav.token2wav
         self._token2wav = Token2Wav(
             token2wav.code2wav_dit_model, token2wav.code2wav_bigvgan_model, max_mel_frames=options.max_mel_frames
         )
-        self._speakers: dict[str, Speaker] = {}
-        if vllm_config.load_config.load_format == "dummy":  # then nothing calls load_weights
-            self._load_speakers_if_local()
+        # Here and not with the weights, which some loaders copy in without calling `load_weights`.
+        self._speakers = self._load_speakers(torch.device(vllm_config.device_config.device))
         logger.info("code2wav stage: %s, block-sparse Token2Wav, %s", type(self).__name__, options)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load upstream's weight names; on the code2wav stage also the voices, onto the device of the stage."""
-        if self.model_stage != CODE2WAV:
+        """Load weights by upstream's names; on the code2wav stage those of the Token2Wav alone."""
+        if not is_code2wav(self.vllm_config):
             return super().load_weights(weights)
         own = [(name, tensor) for name, tensor in weights if name.startswith(f"{WEIGHT_PREFIX}.")]
         buffers = self.token2wav.find_all_registers()
         loaded = self.token2wav.load_weights_without_buffers(self.token2wav.remove_buffers_from_weights(own, buffers))
         loaded |= self.token2wav.reload_buffers_to_model(buffers)
-        self._speakers = load_speakers(self._checkpoint_folder(), self._module_device(self.token2wav))
         return add_prefix_to_loaded_weights(loaded, WEIGHT_PREFIX)
 
     def forward(
@@ -91,13 +89,13 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             intermediate_tensors: unused on this stage.
             inputs_embeds: ``[tokens, hidden]``; only its length is used, and only when there are no ids.
             voice_type: name of the voice.
-            seq_token_counts: codes of each request. Absent in the engine's start-up run, which has no request.
-            kwargs: what other stages use.
+            seq_token_counts: codes of each request.
+            kwargs: what other stages use, and ``runtime_additional_information``, which marks the start-up run.
 
         Returns:
             `OmniOutput` whose ``model_outputs`` are float32 CPU tensors ``[samples]`` at 24 kHz.
         """
-        if self.model_stage != CODE2WAV:
+        if not is_code2wav(self.vllm_config):
             return super().forward(
                 input_ids,
                 positions,
@@ -107,34 +105,66 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
                 seq_token_counts=seq_token_counts,
                 **kwargs,
             )
+        if self._is_start_up_run(kwargs.get("runtime_additional_information")) or input_ids is None:
+            tokens = input_ids if input_ids is not None else inputs_embeds
+            assert tokens is not None
+            self._token2wav.evaluate_once(tokens.shape[0], *self._speaker(voice_type))
+            return _audio_output([torch.zeros(0)] * len(seq_token_counts or [1]))
+        counts = seq_token_counts if seq_token_counts is not None else [input_ids.shape[0]]
+        requests = input_ids[: sum(counts)].long().split(counts)
         speaker = self._speaker(voice_type)
-        if seq_token_counts is None or input_ids is None:
-            source = input_ids if input_ids is not None else inputs_embeds
-            assert source is not None
-            self._token2wav.evaluate_once(source.shape[0], *speaker)
-            return _audio_output([torch.zeros(0)])
-        requests = input_ids[: sum(seq_token_counts)].long().split(seq_token_counts)
         return _audio_output([self._token2wav.generate(_strip_boundaries(codes), *speaker) for codes in requests])
 
+    def get_dummy_runtime_additional_information(self, num_reqs: int) -> list[dict[str, bool]]:
+        """What the engine passes as ``runtime_additional_information`` in its start-up run, and only there."""
+        return [{START_UP_RUN: True} for _ in range(num_reqs)]
+
+    def _is_start_up_run(self, information: object) -> bool:
+        if not isinstance(information, list):
+            return False
+        requests = [request for request in information if isinstance(request, Mapping)]
+        if getattr(self.vllm_config.model_config, "use_v2_model_runner", False):
+            # vLLM's second runner does not ask for the mark, but gives its dummy requests no information at all, which
+            # a real one always has: its codes came with it.
+            return not any(requests)
+        return any(START_UP_RUN in request for request in requests)
+
     def _speaker(self, name: str) -> Speaker:
-        """The named voice; a voice of zeros, as upstream, for a name that the checkpoint does not have."""
-        if name in self._speakers:
-            return self._speakers[name]
-        config = self.token2wav_config.dit_config
-        return silent_speaker(config.enc_emb_dim, config.mel_dim, self._module_device(self.token2wav))
+        """The named voice, or the default one, with a warning, where the checkpoint does not have it."""
+        speaker = self._speakers.get(name)
+        if speaker is None:
+            logger.warning_once("There is no voice %r (there are: %s).", name, ", ".join(self._speakers))
+            speaker = self._speakers[DEFAULT_SPEAKER]
+        return speaker
 
-    def _load_speakers_if_local(self) -> None:
-        """Read the voices where the checkpoint is a folder that has them; dummy weights download nothing."""
-        folder = Path(self.vllm_config.model_config.model)
-        if (folder / SPEAKER_FILE).is_file():
-            self._speakers = load_speakers(folder, self._module_device(self.token2wav))
+    def _load_speakers(self, device: torch.device) -> dict[str, Speaker]:
+        dummy_weights = self.vllm_config.load_config.load_format == "dummy"
+        folder = self._checkpoint_folder(download=not dummy_weights)
+        if dummy_weights and not (folder / SPEAKER_FILE).is_file():
+            config = self.token2wav_config.dit_config
+            logger.info("Dummy weights and no %s: the voice is one of zeros.", SPEAKER_FILE)
+            return {DEFAULT_SPEAKER: silent_speaker(config.enc_emb_dim, config.mel_dim, device)}
+        speakers = load_speakers(folder, device)
+        if DEFAULT_SPEAKER not in speakers:
+            raise ValueError(
+                f"{folder / SPEAKER_FILE} has no voice {DEFAULT_SPEAKER!r}, the one that requests get by default; "
+                f"it has: {', '.join(speakers)}."
+            )
+        return speakers
 
-    def _checkpoint_folder(self) -> Path:
-        model = self.vllm_config.model_config.model
-        if os.path.isdir(model):
-            return Path(model)
-        download_dir = self.vllm_config.load_config.download_dir
-        return Path(download_weights_from_hf_specific(model, download_dir, allow_patterns=[SPEAKER_FILE]))
+    def _checkpoint_folder(self, *, download: bool) -> Path:
+        """The folder of the voices; for the name of a repository its downloaded copy, where downloading is wanted."""
+        model_config, load_config = self.vllm_config.model_config, self.vllm_config.load_config
+        if os.path.isdir(model_config.model) or not download:
+            return Path(model_config.model)
+        return Path(
+            download_weights_from_hf_specific(
+                model_config.model,
+                load_config.download_dir,
+                allow_patterns=[SPEAKER_FILE],
+                revision=model_config.revision,
+            )
+        )
 
 
 def _audio_output(waveforms: list[Tensor]) -> OmniOutput:
@@ -150,17 +180,6 @@ def _strip_boundaries(codes: Tensor) -> Tensor:
     return codes
 
 
-def _refuse_parallelism(vllm_config: VllmConfig) -> None:
-    parallel = vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(parallel, name)
-        if size > 1:
-            raise ValueError(
-                f"The code2wav stage runs on one device: {name} is {size}, allowed is 1 "
-                "(for more throughput give the stage replicas: `num_replicas`)."
-            )
-
-
 @contextmanager
 def _built_in_float32(vllm_config: VllmConfig) -> Iterator[None]:
     """Build the Token2Wav in float32, as it was trained, whatever dtype the pipeline and the checkpoint's config name.
@@ -168,7 +187,7 @@ def _built_in_float32(vllm_config: VllmConfig) -> Iterator[None]:
     Upstream takes the dtype of the submodels' configs, which a checkpoint may leave open, and then that of the stage.
     """
     config = vllm_config.model_config.hf_config.token2wav_config
-    parts = [part for part in (config, config.dit_config, config.bigvgan_config) if part is not None]
+    parts = (config, config.dit_config, config.bigvgan_config)
     dtypes = [part.dtype for part in parts]
     for part in parts:
         part.dtype = torch.float32

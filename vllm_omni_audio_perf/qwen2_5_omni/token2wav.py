@@ -6,12 +6,6 @@ from torch import Tensor, nn
 
 from vllm_omni_audio_perf.qwen2_5_omni.dit import BlockSparseDiT
 
-SAMPLE_RATE = 24_000
-"""Hz of the waveforms."""
-
-DEFAULT_MAX_MEL_FRAMES = 30_000
-"""Upstream's cap on the length of one clip: 300 s."""
-
 
 class Token2Wav:
     """Turns the codes of one request into its waveform.
@@ -22,7 +16,7 @@ class Token2Wav:
         max_mel_frames: longest clip in mel frames of 10 ms; longer code sequences are cut. 0 for no cap.
     """
 
-    def __init__(self, dit: nn.Module, bigvgan: nn.Module, *, max_mel_frames: int = DEFAULT_MAX_MEL_FRAMES) -> None:
+    def __init__(self, dit: nn.Module, bigvgan: nn.Module, *, max_mel_frames: int = 0) -> None:
         self.dit = BlockSparseDiT(dit)
         self.bigvgan = bigvgan
         self.max_mel_frames = max_mel_frames
@@ -59,9 +53,9 @@ class Token2Wav:
 
     @torch.inference_mode()
     def evaluate_once(self, codes: int, speaker: Tensor, reference_mel: Tensor) -> None:
-        """Run one guided evaluation at the length of `codes` codes: the activations of a solve at 1/36 of its time.
+        """Run one guided evaluation at the length of `codes` codes, 1/36 of a solve, for the engine's start-up run.
 
-        For the engine's start-up run, which wants to see the memory and has no request.
+        It takes the memory that the solve of such a clip needs, but not that of the vocoder.
         """
         ids = torch.zeros((1, max(self.kept_codes(codes), 1)), dtype=torch.long, device=speaker.device)
         mel = torch.zeros(

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the offline example in a process of its own and collects what it leaves behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import soundfile
+from capture_codes import CODES_FILE, ENTRY_POINTS
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/offline_inference/qwen2_5_omni/end2end.py"
+PROMPTS = 2
+
+
+@dataclass
+class Run:
+    """What one run of the offline example left behind."""
+
+    returncode: int
+    log: str
+    texts: list[str]
+    waveforms: list[tuple[np.ndarray, int]]
+    codes: list[list[int]]
+    left_processes: list[str]
+
+
+def run_example(folder: Path, stage_config: str, model: Path) -> Run:
+    """Run the offline example with the text of a stage config, recording the codes."""
+    folder.mkdir()
+    config = folder / "stage_config.yaml"
+    config.write_text(stage_config, encoding="utf-8")
+    # A distribution on the path is what makes vLLM load a plugin in each process.
+    plugin = folder / "plugin"
+    metadata = plugin / "capture_codes-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: capture-codes\nVersion: 0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("capture_codes.py"), plugin)
+    codes = folder / "codes.jsonl"
+    environment = os.environ | {
+        CODES_FILE: str(codes),
+        "PYTHONPATH": str(plugin),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # as a user's shell has it
+    with (folder / "log.txt").open("w+", encoding="utf-8") as log:
+        command = [sys.executable, EXAMPLE, "--model", model, "--stage-config", config, "--output-dir", folder / "out"]
+        done = subprocess.run(
+            [*map(str, command), "--num-prompts", str(PROMPTS), "--text", "Say something."],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+            timeout=900,
+        )
+        log.seek(0)
+        text = log.read()
+    print(text[-20_000:])  # shown by pytest when a test fails
+    by_request = sorted((folder / "out").glob("*.txt"))
+    return Run(
+        returncode=done.returncode,
+        log=text,
+        texts=[path.read_text(encoding="utf-8") for path in by_request],
+        waveforms=[soundfile.read(path.with_suffix(".wav")) for path in by_request],
+        codes=[json.loads(line) for line in codes.read_text().splitlines()] if codes.exists() else [],
+        left_processes=processes_with(str(codes)),
+    )
+
+
+def processes_with(marker: str) -> list[str]:
+    """Command lines of the processes that have `marker` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and marker in process.environ().values():
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses a configuration of the Qwen2.5-Omni code2wav stage that cannot work, before any engine starts.
+
+vLLM calls `StageCheck` for each stage of our architecture when it puts the stage's configuration together: in the main
+process of ``Omni(...)`` and of ``vllm-omni serve``, and again in the process of the stage.
+"""
+
+from typing import Any
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from vllm_omni_audio_perf.options import SECTION, OptionError, Token2WavOptions
+
+CODE2WAV = "code2wav"
+
+
+class StageCheck(VerifyAndUpdateConfig):
+    """vLLM's hook for an architecture's configuration."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        checked_options(vllm_config)
+
+
+def is_code2wav(vllm_config: Any) -> bool:
+    """Whether a stage's configuration is that of the code2wav stage."""
+    return getattr(vllm_config.model_config, "model_stage", None) == CODE2WAV
+
+
+def checked_options(vllm_config: Any) -> Token2WavOptions:
+    """The options of a stage of our architecture, all of whose settings are possible.
+
+    Raises:
+        ValueError: for an option that is unknown, not allowed or on a stage other than code2wav; for a tensor or
+            pipeline parallel size over 1 on code2wav; for a checkpoint without a Token2Wav.
+    """
+    options = Token2WavOptions.from_additional_config(vllm_config.additional_config)
+    if not is_code2wav(vllm_config):
+        if options != Token2WavOptions():
+            raise OptionError(
+                f"additional_config.{SECTION} stands on stage {vllm_config.model_config.model_stage!r}; "
+                f"allowed: on stage {CODE2WAV!r} only."
+            )
+        return options
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(vllm_config.parallel_config, name)
+        if size > 1:
+            raise ValueError(
+                f"The code2wav stage runs on one device: {name} is {size}, allowed is 1 "
+                "(for more throughput give the stage replicas: `num_replicas`)."
+            )
+    if getattr(vllm_config.model_config.hf_config, "token2wav_config", None) is None:
+        raise ValueError(f"{vllm_config.model_config.model} has no token2wav_config, so it cannot produce audio.")
+    return options
