@@ -2,9 +2,11 @@
 """The whole offline pipeline, with our code2wav stage and with the stock one."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_runs import run_example
 
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
@@ -59,3 +61,26 @@ def test_same_text_codes_and_duration_as_stock(ours, stock) -> None:
 def test_no_process_is_left(ours, stock) -> None:
     assert not ours.left_processes
     assert not stock.left_processes
+
+
+@pytest.mark.slow
+def test_upstreams_own_deployment_runs_on_the_cpu_platform(tmp_path: Path, qwen2_5_omni_checkpoint: Path) -> None:
+    import vllm_omni
+
+    deployment = Path(vllm_omni.__file__).parent / "deploy/qwen2_5_omni.yaml"
+    run = run_example(tmp_path / "upstream", deployment.read_text(encoding="utf-8"), qwen2_5_omni_checkpoint)
+    assert run.returncode == 0
+    assert "AudioPerf" not in run.log
+    assert [len(waveform) for waveform, _ in run.waveforms] == [480 * len(codes) for codes in run.codes]
+
+
+@pytest.mark.slow
+def test_a_misspelt_option_ends_the_start_with_one_clear_error(
+    tmp_path: Path, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path
+) -> None:
+    misspelt = shipped_stage_config.replace("max_mel_frames:", "max_mel_frame:")
+    run = run_example(tmp_path / "misspelt", misspelt, qwen2_5_omni_checkpoint)
+    assert run.returncode != 0
+    assert "Unknown option audio_perf.max_mel_frame = 30000; allowed: max_mel_frames" in run.log
+    assert "StageEngineCoreProc" not in run.log  # no engine was started
+    assert not run.left_processes
