@@ -16,6 +16,7 @@ from typing import Any
 from vllm_omni_audio_perf.stage_configs_index import stage_config_path
 
 SAMPLE_RATE = 24_000
+MODALITIES = ("text", "audio")
 STAGES = ("thinker", "talker", "code2wav")
 SYSTEM_PROMPT = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, "
@@ -101,13 +102,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", help="your own question")
     parser.add_argument("--num-prompts", type=int, default=1, help="how often to send the prompt (default: 1)")
     parser.add_argument(
-        "--modalities", help="comma-separated outputs to produce, text and audio (default: all the pipeline has)"
+        "--modalities",
+        type=lambda value: value.split(","),
+        default=list(MODALITIES),
+        help="comma-separated outputs to produce (default: text,audio)",
     )
     parser.add_argument("--output-dir", type=Path, default=Path("output_audio"), help="default: output_audio")
     parser.add_argument("--log-stats", action="store_true", help="log vLLM-Omni's statistics of every stage")
     args = parser.parse_args(argv)
     if args.num_prompts < 1:
         parser.error(f"--num-prompts is {args.num_prompts}; at least 1 is needed")
+    if unknown := [name for name in args.modalities if name not in MODALITIES]:
+        parser.error(f"--modalities: {', '.join(unknown)} is unknown; allowed: {', '.join(MODALITIES)}")
     if not args.stage_config.is_file():
         parser.error(f"--stage-config: there is no file {args.stage_config}")
     return args
@@ -129,14 +135,12 @@ def main(argv: list[str] | None = None) -> int:
     omni = Omni(model=model, deploy_config=str(args.stage_config), log_stats=args.log_stats)
     print(f"Ready after {time.perf_counter() - started:.0f} s.", flush=True)
     try:
-        query = QUERIES[args.query_type](args.text)
-        if args.modalities:
-            query["modalities"] = args.modalities.split(",")
+        query = QUERIES[args.query_type](args.text) | {"modalities": args.modalities}
         rows = save(omni.generate([dict(query) for _ in range(args.num_prompts)]), args.output_dir)
     finally:
         omni.close()
     print(table(rows), flush=True)
-    silent = 0 if "audio" not in (args.modalities or "audio") else sum(row["audio_s"] == 0 for row in rows)
+    silent = sum(row["audio_s"] == 0 for row in rows) if "audio" in args.modalities else 0
     if silent or len(rows) < args.num_prompts:
         print(
             f"{args.num_prompts - len(rows)} prompts without an answer, {silent} answers without sound", file=sys.stderr
