@@ -24,7 +24,7 @@ class StageCheck(VerifyAndUpdateConfig):
 
 def is_code2wav(vllm_config: Any) -> bool:
     """Whether a stage's configuration is that of the code2wav stage."""
-    return getattr(vllm_config.model_config, "model_stage", None) == CODE2WAV
+    return _stage_of(vllm_config) == CODE2WAV
 
 
 def checked_options(vllm_config: Any) -> Token2WavOptions:
@@ -38,7 +38,7 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
     if not is_code2wav(vllm_config):
         if options != Token2WavOptions():
             raise OptionError(
-                f"additional_config.{SECTION} stands on stage {vllm_config.model_config.model_stage!r}; "
+                f"additional_config.{SECTION} stands on stage {_stage_of(vllm_config)!r}; "
                 f"allowed: on stage {CODE2WAV!r} only."
             )
         return options
@@ -52,3 +52,8 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
     if getattr(vllm_config.model_config.hf_config, "token2wav_config", None) is None:
         raise ValueError(f"{vllm_config.model_config.model} has no token2wav_config, so it cannot produce audio.")
     return options
+
+
+def _stage_of(vllm_config: Any) -> str | None:
+    """Name of the stage; None where vLLM-Omni runs the model without stages, and its configuration has no such field."""
+    return getattr(vllm_config.model_config, "model_stage", None)
