@@ -55,5 +55,5 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
 
 
 def _stage_of(vllm_config: Any) -> str | None:
-    """Name of the stage; None where vLLM-Omni runs the model without stages, and its configuration has no such field."""
+    """Name of the stage; None where the model runs without stages, whose configuration has no such field."""
     return getattr(vllm_config.model_config, "model_stage", None)
