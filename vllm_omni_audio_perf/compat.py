@@ -31,8 +31,9 @@ def check_configuration(architecture: str, check: str) -> None:
 def prefer_one_process_a_stage() -> None:
     """Run a stage's engine core and worker in one process, unless the user's environment says otherwise.
 
-    On CPU two of them cost half as much memory again and twice the start-up time. vLLM 0.30.0 reads the variable when
-    it puts a stage's configuration together in the main process, too early for the ``env:`` of a stage config.
+    Each process imports vLLM and torch again, which takes most of the start-up time and of a small model's memory. vLLM
+    0.30.0 reads the variable when it puts a stage's configuration together in the main process, too early for the
+    ``env:`` of a stage config.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the offline example in a process of its own and collects what it leaves behind."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -52,35 +54,50 @@ def run_example(folder: Path, stage_config: str, model: Path) -> Run:
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # as a user's shell has it
     with (folder / "log.txt").open("w+", encoding="utf-8") as log:
         command = [sys.executable, EXAMPLE, "--model", model, "--stage-config", config, "--output-dir", folder / "out"]
-        done = subprocess.run(
+        process = subprocess.Popen(
             [*map(str, command), "--num-prompts", str(PROMPTS), "--text", "Say something."],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=folder,
-            timeout=900,
+            start_new_session=True,
         )
+        try:
+            returncode = process.wait(timeout=900)
+        finally:
+            left_processes = processes_of_session(process.pid)
+            end_session(process.pid)
         log.seek(0)
         text = log.read()
     print(text[-20_000:])  # shown by pytest when a test fails
     by_request = sorted((folder / "out").glob("*.txt"))
     return Run(
-        returncode=done.returncode,
+        returncode=returncode,
         log=text,
         texts=[path.read_text(encoding="utf-8") for path in by_request],
         waveforms=[soundfile.read(path.with_suffix(".wav")) for path in by_request],
         codes=[json.loads(line) for line in codes.read_text().splitlines()] if codes.exists() else [],
-        left_processes=processes_with(str(codes)),
+        left_processes=left_processes,
     )
 
 
-def processes_with(marker: str) -> list[str]:
-    """Command lines of the processes that have `marker` in their environment."""
+def processes_of_session(session: int) -> list[str]:
+    """The living processes of a session, as "pid name".
+
+    By session because vLLM's processes rename themselves, which overwrites their environment and command line.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and marker in process.environ().values():
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {process.name()}")
+        except (psutil.Error, OSError):
             continue
     return found
+
+
+def end_session(session: int) -> None:
+    """Kill what is left of a session, so that a failed test leaves nothing running."""
+    for line in processes_of_session(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(line.split()[0]), signal.SIGKILL)

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from engine_runs import processes_with
+from engine_runs import end_session, processes_of_session
 
 from vllm_omni_audio_perf.stage_configs_index import stage_config_path
 
 pytest.importorskip("vllm_omni")
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-MARKER = "AUDIO_PERF_TEST_SERVER"
 START_TIMEOUT_S = 600
+STAGES = 3
 
 
 def free_port() -> int:
@@ -57,7 +57,7 @@ def test_serves_text_and_audio_and_ends_on_ctrl_c(tmp_path: Path, qwen2_5_omni_c
     log = tmp_path / "log.txt"
     with log.open("w") as output:
         server = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {MARKER: str(tmp_path)}, cwd=tmp_path
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True
         )
     try:
         wait_until_healthy(url, server)
@@ -71,12 +71,12 @@ def test_serves_text_and_audio_and_ends_on_ctrl_c(tmp_path: Path, qwen2_5_omni_c
         )
         with urllib.request.urlopen(request, timeout=120) as response:
             messages = [choice["message"] for choice in json.load(response)["choices"]]
-        server.send_signal(signal.SIGINT)
+        assert len(processes_of_session(server.pid)) >= 1 + STAGES  # so that the check below sees them
+        os.killpg(server.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         assert server.wait(timeout=120) == 0
-        assert not processes_with(str(tmp_path))
+        assert not processes_of_session(server.pid)
     finally:
-        if server.poll() is None:
-            server.kill()
+        end_session(server.pid)
         print(log.read_text()[-20_000:])
     texts = [message["content"] for message in messages if message.get("content")]
     audios = [message["audio"]["data"] for message in messages if message.get("audio")]

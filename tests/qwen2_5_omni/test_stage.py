@@ -259,7 +259,7 @@ def test_a_checkpoint_without_the_default_voice_is_refused_at_start(copy_without
         ({"tensor_parallel_size": 2}, "runs on one device: tensor_parallel_size is 2, allowed is 1"),
         ({"pipeline_parallel_size": 2}, "runs on one device: pipeline_parallel_size is 2, allowed is 1"),
         (
-            {"model_stage": "talker", "additional_config": {"audio_perf": {"max_mel_frames": 20}}},
+            {"model_stage": "talker", "additional_config": {"audio_perf": {"max_mel_frames": 30_000}}},
             "stands on stage 'talker'; allowed: on stage 'code2wav' only",
         ),
     ],

@@ -5,6 +5,7 @@ vLLM calls `StageCheck` for each stage of our architecture when it puts the stag
 process of ``Omni(...)`` and of ``vllm-omni serve``, and again in the process of the stage.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -36,7 +37,7 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
     """
     options = Token2WavOptions.from_additional_config(vllm_config.additional_config)
     if not is_code2wav(vllm_config):
-        if options != Token2WavOptions():
+        if isinstance(vllm_config.additional_config, Mapping) and SECTION in vllm_config.additional_config:
             raise OptionError(
                 f"additional_config.{SECTION} stands on stage {_stage_of(vllm_config)!r}; "
                 f"allowed: on stage {CODE2WAV!r} only."

@@ -16,19 +16,17 @@ BIGVGAN_GAIN = 0.5
 """Extra gain on the vocoder's weights: with it the waveform stays at speech level, where nothing clips."""
 
 
-def randomize(model: nn.Module, *, seed: int = 0, gain: float = 1.0) -> None:
+def randomize(model: nn.Module) -> None:
     """Draw the weights of a Token2Wav so that every part of it matters and activations stay of order one.
 
     Args:
-        model: changed in place. The parameters of the activations keep their initial values.
-        seed: of the draw.
-        gain: standard deviation of each weight times the square root of its fan-in.
+        model: changed in place, the same way each time. The parameters of the activations keep their initial values.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                scale = gain / parameter[0].numel() ** 0.5
+                scale = parameter[0].numel() ** -0.5
                 if "bigvgan" in name:
                     scale *= BIGVGAN_GAIN
             elif name.endswith("bias"):  # vLLM's linear layers leave theirs uninitialised
@@ -38,13 +36,11 @@ def randomize(model: nn.Module, *, seed: int = 0, gain: float = 1.0) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def build_vllm_omni_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) -> nn.Module:
+def build_vllm_omni_token2wav(config: Any) -> nn.Module:
     """vLLM-Omni's ``Qwen2_5OmniToken2WavModel`` with random weights, float32, on the CPU.
 
     Args:
         config: a ``Qwen2_5OmniToken2WavConfig``.
-        seed: see `randomize`.
-        gain: see `randomize`.
 
     Raises:
         ImportError: where vLLM-Omni is not installed.
@@ -55,7 +51,7 @@ def build_vllm_omni_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) 
     with set_current_vllm_config(VllmConfig()):
         initialize_single_process_group()
         model = Qwen2_5OmniToken2WavModel(config).eval()
-    randomize(model, seed=seed, gain=gain)
+    randomize(model)
     for module in model.modules():
         quant_method = getattr(module, "quant_method", None)
         if quant_method is not None:  # what vLLM's loader does after the last weight; its CPU linear layers need it
@@ -63,7 +59,7 @@ def build_vllm_omni_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) 
     return model
 
 
-def build_transformers_token2wav(config: Any, *, seed: int = 0, gain: float = 1.0) -> nn.Module:
+def build_transformers_token2wav(config: Any) -> nn.Module:
     """transformers' ``Qwen2_5OmniToken2WavModel`` with random weights and vLLM-Omni's rotary table.
 
     The table of transformers 5.14 repeats the angles half by half although its rotation pairs neighbouring channels;
@@ -72,7 +68,7 @@ def build_transformers_token2wav(config: Any, *, seed: int = 0, gain: float = 1.
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
     model = Qwen2_5OmniToken2WavModel(config).eval()
-    randomize(model, seed=seed, gain=gain)
+    randomize(model)
     rotary: Any = model.code2wav_dit_model.rotary_embed
 
     def pairwise_table(hidden: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
