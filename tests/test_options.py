@@ -11,7 +11,7 @@ from vllm_omni_audio_perf.options import OptionError, Token2WavOptions
 )
 def test_defaults(additional_config: object) -> None:
     assert Token2WavOptions.from_additional_config(additional_config) == Token2WavOptions()
-    assert Token2WavOptions().max_mel_frames == 30_000
+    assert Token2WavOptions() == Token2WavOptions(max_mel_frames=30_000, noise="request")
 
 
 @pytest.mark.parametrize("value", [0, 1, 6000])
@@ -46,3 +46,14 @@ def test_a_misspelt_section(section: str) -> None:
 def test_a_section_that_is_no_mapping(section: object) -> None:
     with pytest.raises(OptionError, match="allowed: a mapping of options"):
         Token2WavOptions.from_additional_config({"audio_perf": section})
+
+
+@pytest.mark.parametrize("noise", ["request", "stage"])
+def test_noise(noise: str) -> None:
+    assert Token2WavOptions.from_additional_config({"audio_perf": {"noise": noise}}).noise == noise
+
+
+@pytest.mark.parametrize("noise", ["Request", "", None, 3])
+def test_noise_from_elsewhere(noise: object) -> None:
+    with pytest.raises(OptionError, match=rf"audio_perf\.noise is {noise!r}; allowed: request, stage"):
+        Token2WavOptions.from_additional_config({"audio_perf": {"noise": noise}})

@@ -4,8 +4,14 @@
 Each function says why it is needed and for which version it was written. All of them may be called repeatedly.
 """
 
+import importlib
 import logging
 import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_WRAPPED = "_audio_perf_wraps"
 
 
 def log_through_vllm(package: str) -> None:
@@ -26,6 +32,56 @@ def check_configuration(architecture: str, check: str) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     MODELS_CONFIG_MAP[architecture] = resolve_obj_by_qualname(check.replace(":", "."))
+
+
+def wrap_qwen2_5_omni_stage_inputs(*, talker: Callable[[Any], Any], code2wav: Callable[[Any], Any]) -> None:
+    """Wrap the functions that make the inputs of Qwen2.5-Omni's talker and code2wav stages.
+
+    vLLM-Omni 0.30.0 takes them from its own frozen pipeline, which a stage config cannot change, by the names below,
+    once the plugins are loaded. A pipeline of ours would do, too, but ``Omni(...)`` looks for pipelines before that.
+    """
+    processors = importlib.import_module("vllm_omni.model_executor.stage_input_processors.qwen2_5_omni")
+    _wrap(processors, "thinker2talker_token_only", talker)
+    _wrap(processors, "talker2code2wav_token_only", code2wav)
+
+
+def wrap_where_requests_come_in(*, generate: Callable[[Any], Any], preprocess_chat: Callable[[Any], Any]) -> None:
+    """Wrap ``Omni.generate`` and the chat server's ``_preprocess_chat``, where this process has them.
+
+    vLLM-Omni 0.30.0 reads neither ``audio.voice`` nor, past the thinker, ``seed``, knows no list of Qwen2.5-Omni's
+    voices, and has no hook for reading a request. The modules are loaded wherever they are used, because that is what
+    starts the stages; other processes need not load them.
+    """
+    for module, owner, method, wrapper in (
+        ("vllm_omni.entrypoints.omni", "Omni", "generate", generate),
+        ("vllm_omni.entrypoints.openai.serving_chat", "OmniOpenAIServingChat", "_preprocess_chat", preprocess_chat),
+    ):
+        if module in sys.modules:
+            _wrap(getattr(sys.modules[module], owner), method, wrapper)
+
+
+def fail_requests_one_by_one(vllm_config: Any, scheduler: str) -> None:
+    """Give a generation stage a scheduler of ours in place of vLLM-Omni's.
+
+    vLLM-Omni 0.30.0 takes the scheduler from the frozen pipeline. One that somebody else put there is left alone.
+
+    Args:
+        vllm_config: of the stage.
+        scheduler: qualified name of a subclass of ``OmniGenerationScheduler``.
+    """
+    upstream = "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler"
+    config = vllm_config.scheduler_config
+    if config.scheduler_cls == upstream:
+        config.scheduler_cls = scheduler
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace an attribute by what `wrapper` makes of it, once."""
+    current = getattr(owner, name)
+    if not hasattr(current, _WRAPPED):
+        replacement = wrapper(current)
+        setattr(replacement, _WRAPPED, current)
+        setattr(owner, name, replacement)
 
 
 def prefer_one_process_a_stage() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 SECTION = "audio_perf"
+NOISE_SOURCES = ("request", "stage")
 
 
 class OptionError(ValueError):
@@ -32,11 +33,17 @@ class Token2WavOptions:
     max_mel_frames: int = 30_000
     """Longest clip in mel frames of 10 ms; what is longer is cut at the end. 0 for no cap. Upstream's default."""
 
+    noise: str = "request"
+    """Where the noise comes from: ``request``, from the request's seed alone; ``stage``, as vLLM-Omni 0.30.0 draws it,
+    from the stage's own random state, for comparisons with it."""
+
     def __post_init__(self) -> None:
         if type(self.max_mel_frames) is not int or self.max_mel_frames < 0:
             raise OptionError(
                 f"{SECTION}.max_mel_frames is {self.max_mel_frames!r}; allowed: a whole number of at least 0."
             )
+        if self.noise not in NOISE_SOURCES:
+            raise OptionError(f"{SECTION}.noise is {self.noise!r}; allowed: {', '.join(NOISE_SOURCES)}.")
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> Self:

@@ -13,11 +13,13 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "vllm_omni_audio_perf"
 
+QWEN2_5_OMNI = "AudioPerfQwen2_5OmniForConditionalGeneration"
+
 # (architecture for `model_arch:` in a stage config, "module:Class" of the model, "module:Class" of the check of its
 # configuration). The models stay lazy until a stage asks for them.
 ARCHITECTURES: tuple[tuple[str, str, str], ...] = (
     (
-        "AudioPerfQwen2_5OmniForConditionalGeneration",
+        QWEN2_5_OMNI,
         f"{_PACKAGE}.qwen2_5_omni.stage:AudioPerfQwen2_5Omni",
         f"{_PACKAGE}.qwen2_5_omni.stage_check:StageCheck",
     ),
@@ -43,6 +45,9 @@ def register() -> None:
                 if architecture not in registry.get_supported_archs():
                     registry.register_model(architecture, model)
             compat.check_configuration(architecture, check)
+        from vllm_omni_audio_perf.qwen2_5_omni import stage_inputs
+
+        compat.wrap_qwen2_5_omni_stage_inputs(talker=stage_inputs.talker_inputs, code2wav=stage_inputs.code2wav_inputs)
     except Exception:
         logger.exception("vllm-omni-audio-perf could not register its architectures")
         raise

@@ -15,6 +15,9 @@ import torch
 
 pytest.importorskip("vllm_omni")
 
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestSettings
+from vllm_omni_audio_perf.scheduling.request_errors import ERROR_OUTPUT, take_error
+
 OURS = "AudioPerfQwen2_5OmniForConditionalGeneration"
 STOCK = "Qwen2_5OmniForConditionalGeneration"
 
@@ -128,15 +131,78 @@ def test_loads_every_weight_of_the_checkpoint(stage: Any, qwen2_5_omni_checkpoin
     assert seen > 100
 
 
+def settings(**settings: Any) -> dict[str, Any]:
+    """What the engine tells the stage about one request."""
+    return {"codes": {"audio": []}, "generated_len": 0, **RequestSettings(**{"seed": 1, **settings}).to_buffer()}
+
+
 def test_reads_the_voices(stage: Any) -> None:
     assert list(stage._speakers) == ["Chelsie", "Ethan"]
     codes = list(range(30))
-    (chelsie,), (ethan,) = run(stage, codes), run(stage, codes, voice_type="Ethan")
+    default, chelsie, ethan, otherwise = run(
+        stage,
+        *[codes] * 4,
+        runtime_additional_information=[
+            settings(),
+            settings(voice="Chelsie"),
+            settings(voice="Ethan"),
+            settings(voice="eThAn"),
+        ],
+    )
+    assert torch.equal(default, chelsie)
+    assert torch.equal(ethan, otherwise)
     assert not torch.equal(chelsie, ethan)
-    assert torch.equal(chelsie, run(stage, codes, voice_type="Chelsie")[0])
+    (stages_own,) = run(stage, codes, voice_type="Ethan", runtime_additional_information=[settings()])
+    assert torch.equal(stages_own, ethan)
 
 
-def test_equals_the_stock_stage(stage: Any, qwen2_5_omni_checkpoint: Path) -> None:
+def test_a_request_sounds_the_same_whatever_ran_before_or_beside_it(stage: Any) -> None:
+    requests = [[1, 2, 3], list(range(40)), [5]]
+    information = [settings(seed=3), settings(seed=4), settings(seed=5)]
+    together = run(stage, *requests, runtime_additional_information=information)
+    for request, one, waveform in zip(requests, information, together, strict=True):
+        run(stage, [7, 7])
+        assert torch.equal(run(stage, request, runtime_additional_information=[one])[0], waveform)
+
+
+def test_the_clients_seed_stands_over_that_of_the_sampling_parameters(stage: Any) -> None:
+    """The engine notes the latter as `_omni_seed`; without any, each request has noise of its own."""
+    seven, of_the_parameters, both, none, again = run(
+        stage,
+        *[[1, 2, 3]] * 5,
+        runtime_additional_information=[
+            settings(seed=7),
+            settings(seed=None) | {"_omni_seed": 7},
+            settings(seed=7) | {"_omni_seed": 8},
+            settings(seed=None) | {"_omni_seed": None},
+            settings(seed=None),
+        ],
+    )
+    assert torch.equal(seven, of_the_parameters)
+    assert torch.equal(seven, both)
+    assert not torch.equal(none, again)
+
+
+def test_asks_the_engine_for_the_seed_of_the_sampling_parameters(stage: Any) -> None:
+    """The runner notes it for models with a preprocessing step alone, and takes its inputs back from there."""
+    from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+
+    assert stage.has_preprocess
+    assert 'req_infos["_omni_seed"]' in inspect.getsource(OmniGPUModelRunner._preprocess)
+    ids, embeds = torch.arange(3), torch.zeros(3, 8)
+    same_ids, same_embeds, update = stage.preprocess(input_ids=ids, input_embeds=embeds, request_id="r", codes={})
+    assert same_ids is ids
+    assert same_embeds is embeds
+    assert update == {}
+
+
+@pytest.fixture(scope="module")
+def stage_with_stage_noise(qwen2_5_omni_checkpoint: Path) -> Any:
+    options = {"audio_perf": {"noise": "stage"}}
+    return build(stage_config(qwen2_5_omni_checkpoint, dtype="bfloat16", additional_config=options))
+
+
+def test_stage_noise_equals_the_stock_stage(stage_with_stage_noise: Any, qwen2_5_omni_checkpoint: Path) -> None:
     stock = build(stage_config(qwen2_5_omni_checkpoint, STOCK, dtype="bfloat16"))
     for count in (1, 13, 61):
         codes = list(range(100, 100 + count))
@@ -144,11 +210,17 @@ def test_equals_the_stock_stage(stage: Any, qwen2_5_omni_checkpoint: Path) -> No
         torch.manual_seed(5)
         with torch.inference_mode():
             theirs = stock(ids, torch.zeros_like(ids)).multimodal_outputs["model_outputs"]
-        torch.manual_seed(5)
-        torch.randn(1, 2 * count, 80)  # stock draws twice and uses the second
-        ours = stage._token2wav.generate(ids, *stage._speakers["Chelsie"])
+        (ours,) = run(stage_with_stage_noise, codes)  # seeds by itself
         assert ours.shape == theirs.shape == (480 * count,)
         assert (ours - theirs).norm() / theirs.norm() <= 1e-5
+
+
+def outputs(stage: Any, *requests: list[int], **kwargs: Any) -> dict[str, list[torch.Tensor]]:
+    """All outputs of a step."""
+    ids = torch.tensor([code for codes in requests for code in codes], dtype=torch.int32)
+    counts = [len(codes) for codes in requests]
+    with torch.inference_mode():
+        return stage(ids, torch.zeros_like(ids), seq_token_counts=counts, **kwargs).multimodal_outputs
 
 
 def test_several_requests_in_one_step_stay_apart(stage: Any) -> None:
@@ -158,7 +230,75 @@ def test_several_requests_in_one_step_stay_apart(stage: Any) -> None:
 
 
 def test_strips_the_talkers_marks(stage: Any) -> None:
-    assert [len(waveform) for waveform in run(stage, [8293, 1, 2, 8294], [8293, 8294])] == [960, 0]
+    requests = [[8293, 1, 2, 8294], [8293, 8294], [1, -1, -1], [8292]]
+    assert [len(waveform) for waveform in run(stage, *requests)] == [960, 0, 480, 0]
+
+
+def test_a_bad_request_fails_alone(stage: Any, log: pytest.LogCaptureFixture) -> None:
+    good, bad = [1, 2, 3], [1, 8250]
+    before = stage.failed_requests
+    waveforms = outputs(
+        stage,
+        *[good, bad, good, bad],
+        request_ids=["a", "b", "c", "d"],
+        runtime_additional_information=[
+            settings(),
+            settings(report_errors=True),
+            settings(report_errors=True),
+            settings(),
+        ],
+    )
+    assert [len(waveform) for waveform in waveforms["model_outputs"]] == [1440, 0, 1440, 0]
+    assert torch.equal(waveforms["model_outputs"][0], waveforms["model_outputs"][2])
+    reasons = [take_error({ERROR_OUTPUT: error}) for error in waveforms[ERROR_OUTPUT]]
+    assert reasons == [None, "code 8250 at position 1 of 2 is not in the codebook; allowed: 0 to 8193.", None, None]
+    assert stage.failed_requests == before + 2
+    failures = [line.message for line in log.records if "failed" in line.message]
+    for line, request_id in zip(failures, "bd", strict=True):
+        assert f"Request {request_id} of 2 codes failed: code 8250 at position 1" in line
+    assert f"so far: {before + 2}." in failures[-1]
+    assert ERROR_OUTPUT not in outputs(stage, good)
+
+
+@pytest.mark.parametrize(
+    "failure", [torch.OutOfMemoryError("out of memory"), RuntimeError("can't allocate memory"), MemoryError()]
+)
+def test_a_failed_allocation_fails_alone(stage: Any, failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = stage._token2wav.generate
+
+    def fails_on_two_codes(codes: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(codes) == 2:
+            raise failure
+        return generate(codes, *args, **kwargs)
+
+    monkeypatch.setattr(stage._token2wav, "generate", fails_on_two_codes)
+    assert [len(waveform) for waveform in run(stage, [1], [1, 2], [1, 2, 3])] == [480, 0, 1440]
+
+
+def test_a_lost_device_ends_the_stage(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM-Omni answers with a new replica or an error to all, where going on would fail every request."""
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise torch.AcceleratorError("device-side assert", 1)
+
+    monkeypatch.setattr(stage._token2wav, "generate", lost)
+    with pytest.raises(torch.AcceleratorError):
+        run(stage, [1, 2, 3])
+
+
+def test_an_unknown_voice_fails_its_request(stage: Any) -> None:
+    """Where it was not refused before, as for a voice that only the stage lacks."""
+    step = outputs(
+        stage, [1], [2], runtime_additional_information=[settings(voice="Nobody", report_errors=True), settings()]
+    )
+    assert [len(waveform) for waveform in step["model_outputs"]] == [0, 480]
+    reason = take_error({ERROR_OUTPUT: step[ERROR_OUTPUT][0]})
+    assert reason == "There is no voice 'Nobody'; this checkpoint has: Chelsie, Ethan."
+
+
+def test_fewer_ids_than_the_requests_have_is_the_engines_fault(stage: Any) -> None:
+    with pytest.raises(ValueError, match="have 3 codes, but there are 2 input ids"):
+        stage(torch.tensor([1, 2]), torch.zeros(2), seq_token_counts=[1, 2])
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
@@ -213,11 +353,6 @@ def test_no_info_line_a_request(stage: Any, log: pytest.LogCaptureFixture) -> No
     assert [record.message for record in log.records] == ["seen"]
 
 
-def test_a_voice_that_is_not_there_is_said(stage: Any, log: pytest.LogCaptureFixture) -> None:
-    assert torch.equal(run(stage, [1, 2], voice_type="Nobody")[0], run(stage, [1, 2])[0])
-    assert ["There is no voice 'Nobody' (there are: Chelsie, Ethan)." in line.message for line in log.records] == [True]
-
-
 def test_dummy_weights(qwen2_5_omni_checkpoint: Path, copy_without: Callable[[str], Path]) -> None:
     """`load_format: dummy` calls no `load_weights`; the stage must run all the same, with voices or without."""
     with_voices = build(stage_config(qwen2_5_omni_checkpoint, load_format="dummy"))
@@ -232,9 +367,16 @@ def test_missing_voices_are_refused_at_start(copy_without: Callable[[str], Path]
         build(stage_config(copy_without("spk_dict.pt")))
 
 
-def test_options_reach_the_stage(qwen2_5_omni_checkpoint: Path) -> None:
+def test_a_long_clip_is_cut_and_said_once(qwen2_5_omni_checkpoint: Path, log: pytest.LogCaptureFixture) -> None:
     config = stage_config(qwen2_5_omni_checkpoint, additional_config={"audio_perf": {"max_mel_frames": 20}})
-    assert [len(waveform) for waveform in run(build(config), [1] * 30)] == [10 * 480]
+    stage = build(config)
+    cut, short = run(stage, [1] * 30, [1] * 10, runtime_additional_information=[settings()] * 2)
+    assert torch.equal(cut, short)
+    assert len(cut) == 10 * 480
+    run(stage, [1] * 40)
+    lines = [line.message for line in log.records if "is cut" in line.message]
+    assert len(lines) == 1
+    assert "A clip of 30 codes is cut to the 10 that max_mel_frames: 20 allows" in lines[0]
 
 
 def test_a_checkpoint_without_the_default_voice_is_refused_at_start(copy_without: Callable[[str], Path]) -> None:
@@ -255,6 +397,7 @@ def test_a_checkpoint_without_the_default_voice_is_refused_at_start(copy_without
             {"additional_config": {"audio_perf": {"max_mel_frames": -1}}},
             r"max_mel_frames is -1; allowed: a whole number",
         ),
+        ({"additional_config": {"audio_perf": {"noise": "none"}}}, r"noise is 'none'; allowed: request, stage"),
         ({"additional_config": {"audio-perf": {}}}, "'audio-perf'; did you mean 'audio_perf'"),
         ({"tensor_parallel_size": 2}, "runs on one device: tensor_parallel_size is 2, allowed is 1"),
         ({"pipeline_parallel_size": 2}, "runs on one device: pipeline_parallel_size is 2, allowed is 1"),
@@ -286,3 +429,34 @@ def test_other_stages_are_upstreams(qwen2_5_omni_checkpoint: Path) -> None:
     from vllm_omni_audio_perf.qwen2_5_omni.stage import AudioPerfQwen2_5Omni
 
     assert AudioPerfQwen2_5Omni.__mro__[1] is Qwen2_5OmniForConditionalGeneration
+
+
+def test_requests_of_the_stage_fail_one_by_one(qwen2_5_omni_checkpoint: Path) -> None:
+    """The scheduler is ours, unless somebody put another one there, and only on this stage."""
+    from vllm_omni_audio_perf.scheduling.scheduler import AudioPerfGenerationScheduler
+
+    upstream = "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler"
+
+    def scheduler(path: str, **settings: Any) -> Any:
+        config = stage_config(qwen2_5_omni_checkpoint, scheduler_cls=path, **settings).scheduler_config
+        return config.get_scheduler_cls()
+
+    assert scheduler(upstream) is AudioPerfGenerationScheduler
+    assert scheduler(upstream, model_stage="talker") is not AudioPerfGenerationScheduler
+    assert scheduler("vllm.v1.core.sched.scheduler.Scheduler") is not AudioPerfGenerationScheduler
+
+
+def test_the_talker_speaks_with_the_voice_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import Qwen2_5OmniForConditionalGeneration
+
+    from vllm_omni_audio_perf.qwen2_5_omni.stage import AudioPerfQwen2_5Omni
+
+    monkeypatch.setattr(
+        Qwen2_5OmniForConditionalGeneration, "talker_preprocess", lambda self, *args, **info: self.voice_type
+    )
+    talker = AudioPerfQwen2_5Omni.__new__(AudioPerfQwen2_5Omni)
+    torch.nn.Module.__init__(talker)
+    talker.voice_type = "Chelsie"
+    assert talker.talker_preprocess(None, None, **settings(voice="Ethan")) == "Ethan"
+    assert talker.talker_preprocess(None, None, **settings()) == "Chelsie"
+    assert talker.voice_type == "Chelsie"

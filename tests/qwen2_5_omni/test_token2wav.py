@@ -24,6 +24,12 @@ def random_codes(count: int) -> Tensor:
     return torch.randint(0, 8193, (count,), generator=torch.Generator().manual_seed(count))
 
 
+def draw(frames: int) -> Tensor:
+    """The noise that upstream draws after ``torch.manual_seed(3)``."""
+    torch.manual_seed(3)
+    return torch.randn(1, frames, 80)
+
+
 def as_ours(upstream_token2wav: Any, **settings: Any) -> Token2Wav:
     return Token2Wav(upstream_token2wav.code2wav_dit_model, upstream_token2wav.code2wav_bigvgan_model, **settings)
 
@@ -71,8 +77,7 @@ def test_mel_and_waveform_equal_vllm_omni(codes: int, vllm_omni_token2wav: Any, 
         expected_waveform = vllm_omni_token2wav.code2wav_bigvgan_model(expected_mel)
         torch.manual_seed(3)
         mel = ours.dit.sample(*voice, ids.unsqueeze(0), noise=torch.randn(1, 2 * codes, 80))
-    torch.manual_seed(3)
-    waveform = ours.generate(ids, *voice)
+    waveform = ours.generate(ids, *voice, noise=draw(2 * codes))
     assert mel.shape == (1, 80, 2 * codes)
     assert rel_error(mel, expected_mel) <= MAX_REL_ERROR
     assert waveform.shape == (480 * codes,)
@@ -104,8 +109,8 @@ def test_cap_on_mel_frames_equals_vllm_omni(cap: int, vllm_omni_token2wav: Any, 
     torch.manual_seed(3)
     with torch.inference_mode():
         expected = vllm_omni_token2wav(ids.unsqueeze(0), *voice, max_mel_frames=cap)
-    torch.manual_seed(3)
-    actual = as_ours(vllm_omni_token2wav, max_mel_frames=cap).generate(ids, *voice)
+    ours = as_ours(vllm_omni_token2wav, max_mel_frames=cap)
+    actual = ours.generate(ids, *voice, noise=draw(ours.mel_frames(37)))
     assert actual.shape == expected.shape
     assert rel_error(actual, expected) <= MAX_REL_ERROR
 
@@ -119,7 +124,8 @@ def test_kept_codes_follow_upstreams_rule(codes: int, max_mel_frames: int, trans
 
 
 def test_no_codes_give_an_empty_waveform(upstream_token2wav: Any, voice: tuple[Tensor, Tensor]) -> None:
-    assert as_ours(upstream_token2wav).generate(torch.zeros(0, dtype=torch.long), *voice).shape == (0,)
+    none = torch.zeros(0, dtype=torch.long)
+    assert as_ours(upstream_token2wav).generate(none, *voice, noise=torch.zeros(1, 0, 80)).shape == (0,)
 
 
 def test_noise_of_another_length_is_refused(transformers_token2wav: Any, voice: tuple[Tensor, Tensor]) -> None:
@@ -142,7 +148,7 @@ def test_start_up_run_costs_one_evaluation(
     monkeypatch.setattr(ours.dit, "evaluate", counting)
     ours.evaluate_once(30, *voice)
     assert evaluated == [(1, 60, 80)]
-    ours.generate(random_codes(5), *voice)
+    ours.generate(random_codes(5), *voice, noise=draw(10))
     assert len(evaluated) == 1 + 36
 
 
@@ -176,8 +182,7 @@ def test_real_size_equals_vllm_omni(codes: int, voice: tuple[Tensor, Tensor]) ->
     torch.manual_seed(3)
     with torch.inference_mode():
         expected = theirs(ids.unsqueeze(0), *voice)
-    torch.manual_seed(3)
-    actual = as_ours(theirs).generate(ids, *voice)
+    actual = as_ours(theirs).generate(ids, *voice, noise=draw(2 * codes))
     assert actual.shape == expected.shape == (480 * codes,)
     assert actual.abs().max() < 1
     assert rel_error(actual, expected) <= MAX_REL_ERROR

@@ -49,6 +49,7 @@ class BlockSparseDiT:
         self.block_size: int = self.model.block_size
         self.mel_dim: int = self.model.mel_dim
         self.repeats: int = self.model.repeats
+        self.codebook_size: int = self.model.text_embed.codec_embed.num_embeddings
 
     def conditions(self, speaker: Tensor, reference_mel: Tensor, codes: Tensor, *, guided: bool) -> Conditions:
         """Compute what stays the same during a solve.

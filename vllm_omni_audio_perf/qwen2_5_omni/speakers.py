@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 SPEAKER_FILE = "spk_dict.pt"
+DEFAULT_SPEAKER = "Chelsie"
+"""The voice of a request that names none, as in vLLM-Omni."""
 
 
 class Speaker(NamedTuple):

@@ -2,13 +2,14 @@
 """The code2wav stage of Qwen2.5-Omni as vLLM-Omni sees it.
 
 Select it in a stage config with ``model_arch: AudioPerfQwen2_5OmniForConditionalGeneration`` on stage 2. Weights are
-loaded into upstream's own modules under upstream's names; only the way from codes to waveform is ours.
+loaded into upstream's own modules under upstream's names; only the way from codes to waveform is ours. On stage 1, the
+talker, the same line makes upstream's talker speak with the voice of each request; nothing else changes there.
 """
 
-import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,34 +17,43 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm_omni.model_executor.model_loader.weight_utils import download_weights_from_hf_specific
 from vllm_omni.model_executor.models.output_templates import OmniOutput
-from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import (
-    TALKER_CODEC_BOS_TOKEN_ID,
-    TALKER_CODEC_EOS_TOKEN_ID,
-    Qwen2_5OmniForConditionalGeneration,
-)
+from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import Qwen2_5OmniForConditionalGeneration
 from vllm_omni.model_executor.models.utils import add_prefix_to_loaded_weights
 
-from vllm_omni_audio_perf.qwen2_5_omni.speakers import SPEAKER_FILE, Speaker, load_speakers, silent_speaker
+from vllm_omni_audio_perf.qwen2_5_omni.codes import clean_codes
+from vllm_omni_audio_perf.qwen2_5_omni.noise import request_noise, stage_noise
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestSettings, checked_voice
+from vllm_omni_audio_perf.qwen2_5_omni.speaker_file import checkpoint_folder
+from vllm_omni_audio_perf.qwen2_5_omni.speakers import (
+    DEFAULT_SPEAKER,
+    SPEAKER_FILE,
+    Speaker,
+    load_speakers,
+    silent_speaker,
+)
 from vllm_omni_audio_perf.qwen2_5_omni.stage_check import checked_options, is_code2wav
 from vllm_omni_audio_perf.qwen2_5_omni.token2wav import Token2Wav
+from vllm_omni_audio_perf.scheduling.request_errors import error_outputs
 
 logger = init_logger(__name__)
 
-DEFAULT_SPEAKER = "Chelsie"
 WEIGHT_PREFIX = "token2wav"
 START_UP_RUN = "audio_perf_start_up_run"
 
 
 class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
-    """Qwen2.5-Omni whose code2wav stage is evaluated block-sparsely. Any other stage is upstream's.
+    """Qwen2.5-Omni whose code2wav stage is evaluated block-sparsely and whose talker heeds the voice of each request.
+
+    The thinker is upstream's.
 
     Raises:
         ValueError: at start, for a configuration that `stage_check` refuses, and for a ``spk_dict.pt`` that is
             unreadable or lacks the default voice.
         FileNotFoundError: at start, for a checkpoint without ``spk_dict.pt``.
     """
+
+    requires_request_ids = True  # asks the engine for them
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         options = checked_options(vllm_config)
@@ -57,7 +67,14 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             token2wav.code2wav_dit_model, token2wav.code2wav_bigvgan_model, max_mel_frames=options.max_mel_frames
         )
         # Here and not with the weights, which some loaders copy in without calling `load_weights`.
-        self._speakers = self._load_speakers(torch.device(vllm_config.device_config.device))
+        self._device = torch.device(vllm_config.device_config.device)
+        self._speakers = self._load_speakers(self._device)
+        self._noise_source = options.noise
+        self.failed_requests = 0
+        self._has_cut = False
+        # Only for this does the engine note the seed of a request's sampling parameters, as `_omni_seed`.
+        self.has_preprocess = True
+        self.set_custom_preprocess(_leave_inputs)
         logger.info("code2wav stage: %s, block-sparse Token2Wav, %s", type(self).__name__, options)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -79,6 +96,7 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         *,
         voice_type: str = DEFAULT_SPEAKER,
         seq_token_counts: list[int] | None = None,
+        request_ids: list[str] | None = None,
         **kwargs: object,
     ) -> Tensor | IntermediateTensors | OmniOutput:
         """On the code2wav stage: one waveform for each request of the step, in order.
@@ -88,32 +106,108 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             positions: unused on this stage.
             intermediate_tensors: unused on this stage.
             inputs_embeds: ``[tokens, hidden]``; only its length is used, and only when there are no ids.
-            voice_type: name of the voice.
+            voice_type: name of the voice of the requests that ask for none.
             seq_token_counts: codes of each request.
-            kwargs: what other stages use, and ``runtime_additional_information``, which marks the start-up run.
+            request_ids: for the log.
+            kwargs: what other stages use, and ``runtime_additional_information``, one dictionary a request, which
+                holds its settings and marks the start-up run.
 
         Returns:
-            `OmniOutput` whose ``model_outputs`` are float32 CPU tensors ``[samples]`` at 24 kHz.
+            `OmniOutput` whose ``model_outputs`` are float32 CPU tensors ``[samples]`` at 24 kHz. A request that fails
+            has an empty one, and its reason beside it if its client can be told (`error_outputs`).
         """
         if not is_code2wav(self.vllm_config):
+            if getattr(kwargs.get("sampling_metadata"), "prompt_token_ids", None) is None:
+                # Upstream's talker corrects the prompt ids that penalties look at, and dies where nobody asked for any.
+                kwargs["sampling_metadata"] = None
             return super().forward(
-                input_ids,
-                positions,
-                intermediate_tensors,
-                inputs_embeds,
-                voice_type=voice_type,
-                seq_token_counts=seq_token_counts,
-                **kwargs,
+                input_ids, positions, intermediate_tensors, inputs_embeds, voice_type=voice_type, **kwargs
             )
-        if self._is_start_up_run(kwargs.get("runtime_additional_information")) or input_ids is None:
+        information = kwargs.get("runtime_additional_information")
+        if self._is_start_up_run(information) or input_ids is None:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            self._token2wav.evaluate_once(tokens.shape[0], *self._speaker(voice_type))
+            self._token2wav.evaluate_once(tokens.shape[0], *self._speakers[DEFAULT_SPEAKER])
             return _audio_output([torch.zeros(0)] * len(seq_token_counts or [1]))
         counts = seq_token_counts if seq_token_counts is not None else [input_ids.shape[0]]
-        requests = input_ids[: sum(counts)].long().split(counts)
-        speaker = self._speaker(voice_type)
-        return _audio_output([self._token2wav.generate(_strip_boundaries(codes), *speaker) for codes in requests])
+        ids = input_ids.tolist()  # the one read-back of a step, before any of its work
+        if sum(counts) > len(ids):
+            raise ValueError(f"The requests of a step have {sum(counts)} codes, but there are {len(ids)} input ids.")
+        starts = [0, *accumulate(counts)]
+        waveforms: list[Tensor] = []
+        errors: list[str | None] = []
+        for index, count in enumerate(counts):
+            buffer = information[index] if isinstance(information, list) and index < len(information) else {}
+            settings = RequestSettings.from_buffer(buffer)
+            codes = ids[starts[index] : starts[index] + count]
+            try:
+                waveform, error = self._synthesize(codes, settings, buffer, voice_type), None
+            except torch.AcceleratorError:
+                raise  # the device is lost, and every request with it
+            except Exception as failure:
+                waveform, error = torch.zeros(0), _reason(failure)
+                self._note_failure(request_ids[index] if request_ids else str(index), count, failure)
+            waveforms.append(waveform)
+            errors.append(error if settings.report_errors else None)
+        return _audio_output(waveforms, errors)
+
+    def talker_preprocess(self, input_ids: Tensor, input_embeds: Tensor, **info_dict: object) -> tuple:
+        """On the talker: upstream's, with the voice of this request in place of the stage's one."""
+        voice = RequestSettings.from_buffer(info_dict).voice
+        if voice is None:
+            return super().talker_preprocess(input_ids, input_embeds, **info_dict)
+        stages_own = getattr(self, "voice_type", DEFAULT_SPEAKER)
+        self.voice_type = voice
+        try:
+            return super().talker_preprocess(input_ids, input_embeds, **info_dict)
+        finally:
+            self.voice_type = stages_own
+
+    def _synthesize(self, ids: list[int], settings: RequestSettings, buffer: Mapping, voice_type: str) -> Tensor:
+        """The waveform of one request.
+
+        Raises:
+            ValueError: for ids that are in no codebook and for a voice that is not there.
+        """
+        token2wav = self._token2wav
+        codes = clean_codes(ids, token2wav.codebook_size)
+        speaker = self._speakers[checked_voice(settings.voice or voice_type, self._speakers) or DEFAULT_SPEAKER]
+        kept = token2wav.kept_codes(len(codes))
+        if kept < len(codes) and not self._has_cut:
+            self._has_cut = True
+            logger.warning(
+                "A clip of %d codes is cut to the %d that max_mel_frames: %d allows; further ones are cut silently.",
+                len(codes),
+                kept,
+                token2wav.max_mel_frames,
+            )
+        frames, mel_dim = token2wav.mel_frames(len(codes)), token2wav.dit.mel_dim
+        if self._noise_source == "stage":
+            uncapped = len(codes) * token2wav.dit.repeats
+            noise = stage_noise(uncapped, frames, mel_dim, device=self._device)
+        else:
+            seed = settings.seed if settings.seed is not None else buffer.get("_omni_seed")
+            noise = request_noise(
+                secrets.randbits(63) if seed is None else seed,
+                frames,
+                mel_dim,
+                block_size=token2wav.dit.block_size,
+                device=self._device,
+            )
+        return token2wav.generate(torch.tensor(codes, dtype=torch.long, device=self._device), *speaker, noise=noise)
+
+    def _note_failure(self, request_id: str, codes: int, failure: Exception) -> None:
+        self.failed_requests += 1
+        logger.error(
+            "Request %s of %d codes failed: %s. Others go on; failed on this stage so far: %d.",
+            request_id,
+            codes,
+            _reason(failure),
+            self.failed_requests,
+            exc_info=None if isinstance(failure, (ValueError, torch.OutOfMemoryError)) else failure,
+        )
+        if isinstance(failure, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()  # what the failed solve held must not fail the next one
 
     def get_dummy_runtime_additional_information(self, num_reqs: int) -> list[dict[str, bool]]:
         """What the engine passes as ``runtime_additional_information`` in its start-up run, and only there.
@@ -128,17 +222,15 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             return False
         return any(isinstance(request, Mapping) and START_UP_RUN in request for request in information)
 
-    def _speaker(self, name: str) -> Speaker:
-        """The named voice, or the default one, with a warning, where the checkpoint does not have it."""
-        speaker = self._speakers.get(name)
-        if speaker is None:
-            logger.warning_once("There is no voice %r (there are: %s).", name, ", ".join(self._speakers))
-            speaker = self._speakers[DEFAULT_SPEAKER]
-        return speaker
-
     def _load_speakers(self, device: torch.device) -> dict[str, Speaker]:
         dummy_weights = self.vllm_config.load_config.load_format == "dummy"
-        folder = self._checkpoint_folder(download=not dummy_weights)
+        model_config, load_config = self.vllm_config.model_config, self.vllm_config.load_config
+        folder = checkpoint_folder(
+            model_config.model,
+            model_config.revision,
+            download_dir=load_config.download_dir,
+            download=not dummy_weights,
+        )
         if dummy_weights and not (folder / SPEAKER_FILE).is_file():
             config = self.token2wav_config.dit_config
             logger.info("Dummy weights and no %s: the voice is one of zeros.", SPEAKER_FILE)
@@ -151,32 +243,21 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             )
         return speakers
 
-    def _checkpoint_folder(self, *, download: bool) -> Path:
-        """The folder of the voices; for the name of a repository its downloaded copy, where downloading is wanted."""
-        model_config, load_config = self.vllm_config.model_config, self.vllm_config.load_config
-        if os.path.isdir(model_config.model) or not download:
-            return Path(model_config.model)
-        return Path(
-            download_weights_from_hf_specific(
-                model_config.model,
-                load_config.download_dir,
-                allow_patterns=[SPEAKER_FILE],
-                revision=model_config.revision,
-            )
-        )
+
+def _audio_output(waveforms: list[Tensor], errors: list[str | None] | None = None) -> OmniOutput:
+    return OmniOutput(
+        text_hidden_states=None, multimodal_outputs={"model_outputs": waveforms} | error_outputs(errors or [])
+    )
 
 
-def _audio_output(waveforms: list[Tensor]) -> OmniOutput:
-    return OmniOutput(text_hidden_states=None, multimodal_outputs={"model_outputs": waveforms})
+def _leave_inputs(input_ids: Tensor, input_embeds: Tensor, **info_dict: object) -> tuple[Tensor, Tensor, dict]:
+    return input_ids, input_embeds, {}
 
 
-def _strip_boundaries(codes: Tensor) -> Tensor:
-    """Drop the talker's begin and end marks, where upstream's input processor left them."""
-    if codes.numel() and codes[-1] == TALKER_CODEC_EOS_TOKEN_ID:
-        codes = codes[:-1]
-    if codes.numel() and codes[0] == TALKER_CODEC_BOS_TOKEN_ID:
-        codes = codes[1:]
-    return codes
+def _reason(failure: Exception) -> str:
+    """What went wrong, in one line."""
+    text = str(failure).splitlines()[0] if str(failure) else ""
+    return text if isinstance(failure, ValueError) and text else f"{type(failure).__name__}: {text}"
 
 
 @contextmanager

@@ -10,9 +10,12 @@ from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from vllm_omni_audio_perf import compat
 from vllm_omni_audio_perf.options import SECTION, OptionError, Token2WavOptions
+from vllm_omni_audio_perf.qwen2_5_omni import client_requests
 
 CODE2WAV = "code2wav"
+SCHEDULER = "vllm_omni_audio_perf.scheduling.scheduler.AudioPerfGenerationScheduler"
 
 
 class StageCheck(VerifyAndUpdateConfig):
@@ -21,6 +24,9 @@ class StageCheck(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         checked_options(vllm_config)
+        if is_code2wav(vllm_config):
+            compat.fail_requests_one_by_one(vllm_config, SCHEDULER)
+            client_requests.announce(vllm_config.model_config.model, vllm_config.model_config.revision)
 
 
 def is_code2wav(vllm_config: Any) -> bool:

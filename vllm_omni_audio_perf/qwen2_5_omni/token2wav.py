@@ -30,24 +30,34 @@ class Token2Wav:
             return codes
         return min(codes, max(self.max_mel_frames // self.dit.repeats, 1))
 
+    @property
+    def codebook_size(self) -> int:
+        """Codes are ``0 .. codebook_size - 1``."""
+        return self.dit.codebook_size
+
+    def mel_frames(self, codes: int) -> int:
+        """Mel frames that `generate` makes of `codes` codes."""
+        return self.kept_codes(codes) * self.dit.repeats
+
     @torch.inference_mode()
-    def generate(self, codes: Tensor, speaker: Tensor, reference_mel: Tensor) -> Tensor:
+    def generate(self, codes: Tensor, speaker: Tensor, reference_mel: Tensor, *, noise: Tensor) -> Tensor:
         """Synthesize one clip.
 
         Args:
-            codes: ``[codes]`` int64 on the model's device, each below the size of the codebook.
+            codes: ``[codes]`` int64 on the model's device, each below `codebook_size`.
             speaker: ``[1, enc_emb_dim]`` float32, the speaker embedding.
             reference_mel: ``[1, reference_frames, mel_dim]`` float32, log-mel of the reference voice.
+            noise: ``[1, mel_frames(codes), mel_dim]`` float32, from which the solve starts.
 
         Returns:
             ``[samples]`` float32 on the CPU, 24 kHz, in [-1, 1]; 480 samples a code. Empty for no codes.
+
+        Raises:
+            ValueError: if `noise` does not fit `codes`.
         """
         codes = codes[: self.kept_codes(codes.shape[0])]
         if codes.shape[0] == 0:
             return torch.zeros(0)
-        noise = torch.randn(
-            (1, codes.shape[0] * self.dit.repeats, self.dit.mel_dim), device=codes.device, dtype=reference_mel.dtype
-        )
         mel = self.dit.sample(speaker, reference_mel, codes.unsqueeze(0), noise=noise)
         return self.bigvgan(mel).reshape(-1)
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage of ours gets to know about a request beside upstream's own payload.
+
+vLLM-Omni's orchestrator calls an input processor between two stages. Upstream's for Qwen2.5-Omni drop the voice and the
+seed of the prompt; these wrap them and pass both on, if the next stage is one of ours. The rest is upstream's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_omni_audio_perf.plugin import QWEN2_5_OMNI
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestError, RequestSettings
+from vllm_omni_audio_perf.qwen2_5_omni.speaker_file import voice_names
+
+Processor = Callable[..., list[Any]]
+
+
+def code2wav_inputs(upstream: Processor) -> Processor:
+    """Wrap ``talker2code2wav_token_only``."""
+
+    def process(
+        source_outputs: list[Any],
+        prompt: Any = None,
+        requires_multimodal_data: bool = False,
+        *,
+        target_model_config: Any = None,  # vLLM-Omni passes it to processors that have a parameter of this name
+    ) -> list[Any]:
+        inputs = upstream(source_outputs, prompt, requires_multimodal_data)
+        return _with_settings(inputs, prompt, target_model_config)
+
+    return process
+
+
+def talker_inputs(upstream: Processor) -> Processor:
+    """Wrap ``thinker2talker_token_only``.
+
+    A thinker that answers nothing has nothing for the talker to say: no input lets vLLM-Omni end the request with empty
+    audio, where upstream's talker takes the first of no ids and dies.
+    """
+
+    def process(
+        source_outputs: list[Any],
+        prompt: Any = None,
+        requires_multimodal_data: bool = False,
+        *,
+        target_model_config: Any = None,
+    ) -> list[Any]:
+        if _is_ours(target_model_config):
+            source_outputs = [output for output in source_outputs if not _is_empty_answer(output.outputs[0])]
+        inputs = upstream(source_outputs, prompt, requires_multimodal_data)
+        return _with_settings(inputs, prompt, target_model_config)
+
+    return process
+
+
+def _is_empty_answer(completion: Any) -> bool:
+    """Whether a finished answer has no token beside the one that stopped it."""
+    stops = completion.finish_reason == "stop"
+    return completion.finish_reason is not None and len(completion.cumulative_token_ids) <= stops
+
+
+def _is_ours(model_config: Any) -> bool:
+    return getattr(model_config, "model_arch", None) == QWEN2_5_OMNI
+
+
+def _with_settings(inputs: list[Any], prompt: Any, model_config: Any) -> list[Any]:
+    if not _is_ours(model_config):
+        return inputs
+    from vllm_omni.errors import OmniClientError
+
+    # A request has one prompt; vLLM-Omni passes it plain or as a list of one.
+    prompt = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    try:
+        settings = RequestSettings.from_prompt(prompt, voice_names(model_config.model, model_config.revision))
+    except RequestError as error:
+        raise OmniClientError(str(error)) from error
+    for entry in inputs:
+        entry["model_intermediate_buffer"] = (entry.get("model_intermediate_buffer") or {}) | settings.to_buffer()
+    return inputs
