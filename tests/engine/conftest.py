@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of the real engine, each started once a test run."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_runs import Run, run_example
+from serving import Server
 
 from vllm_omni_audio_perf.stage_configs_index import stage_config_path
 
 SELECTION = "model_arch: AudioPerfQwen2_5OmniForConditionalGeneration"
+QUERY_TYPES = (
+    "text",
+    "use_audio",
+    "use_image",
+    "use_video",
+    "use_multi_audios",
+    "use_mixed_modalities",
+    "use_audio_in_video",
+)
 
 
 @pytest.fixture(scope="session")
@@ -18,14 +29,36 @@ def shipped_stage_config() -> str:
 
 @pytest.fixture(scope="session")
 def ours(tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path) -> Run:
-    """The pipeline with our stage 2: the shipped stage config."""
-    return run_example(tmp_path_factory.mktemp("engine") / "ours", shipped_stage_config, qwen2_5_omni_checkpoint)
+    """One request of every query type with our stages: the shipped stage config, but with the noise of stock."""
+    assert shipped_stage_config.count("noise: request ") == 1
+    with_stage_noise = shipped_stage_config.replace("noise: request ", "noise: stage ")
+    folder = tmp_path_factory.mktemp("engine") / "ours"
+    return run_example(folder, with_stage_noise, qwen2_5_omni_checkpoint, "--query-type", ",".join(QUERY_TYPES))
 
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path) -> Run:
-    """The pipeline with the stock stage 2: the shipped stage config less the line that selects ours."""
+    """The same requests with the stock stages: the shipped stage config less the lines that select ours."""
     lines = shipped_stage_config.splitlines(keepends=True)
     kept = [line for line in lines if line.strip() != SELECTION]
-    assert len(kept) == len(lines) - 1
-    return run_example(tmp_path_factory.mktemp("engine") / "stock", "".join(kept), qwen2_5_omni_checkpoint)
+    assert len(kept) == len(lines) - 2
+    folder = tmp_path_factory.mktemp("engine") / "stock"
+    return run_example(folder, "".join(kept), qwen2_5_omni_checkpoint, "--query-type", ",".join(QUERY_TYPES))
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path
+) -> Iterator[Server]:
+    """`vllm-omni serve` with the shipped stage config, but up to four requests in a step of each stage."""
+    folder = tmp_path_factory.mktemp("server")
+    config = folder / "stage_config.yaml"
+    assert shipped_stage_config.count("max_num_seqs: 1\n") == 3
+    config.write_text(shipped_stage_config.replace("max_num_seqs: 1\n", "max_num_seqs: 4\n"), encoding="utf-8")
+    server = Server(folder, qwen2_5_omni_checkpoint, config)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        print(server.log[-30_000:])  # shown by pytest when a test fails

@@ -2,9 +2,7 @@
 """Runs the offline example in a process of its own and collects what it leaves behind."""
 
 import contextlib
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import soundfile
-from capture_codes import CODES_FILE, ENTRY_POINTS
+from capture import CODES, plugin_environment, read
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/offline_inference/qwen2_5_omni/end2end.py"
-PROMPTS = 2
 
 
 @dataclass
@@ -33,32 +30,18 @@ class Run:
     left_processes: list[str]
 
 
-def run_example(folder: Path, stage_config: str, model: Path) -> Run:
+def run_example(folder: Path, stage_config: str, model: Path, *arguments: str) -> Run:
     """Run the offline example with the text of a stage config, recording the codes."""
     folder.mkdir()
     config = folder / "stage_config.yaml"
     config.write_text(stage_config, encoding="utf-8")
-    # A distribution on the path is what makes vLLM load a plugin in each process.
-    plugin = folder / "plugin"
-    metadata = plugin / "capture_codes-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: capture-codes\nVersion: 0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
-    shutil.copy(Path(__file__).with_name("capture_codes.py"), plugin)
-    codes = folder / "codes.jsonl"
-    environment = os.environ | {
-        CODES_FILE: str(codes),
-        "PYTHONPATH": str(plugin),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # as a user's shell has it
     with (folder / "log.txt").open("w+", encoding="utf-8") as log:
         command = [sys.executable, EXAMPLE, "--model", model, "--stage-config", config, "--output-dir", folder / "out"]
         process = subprocess.Popen(
-            [*map(str, command), "--num-prompts", str(PROMPTS), "--text", "Say something."],
+            [*map(str, command), *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=plugin_environment(folder),
             cwd=folder,
             start_new_session=True,
         )
@@ -76,7 +59,7 @@ def run_example(folder: Path, stage_config: str, model: Path) -> Run:
         log=text,
         texts=[path.read_text(encoding="utf-8") for path in by_request],
         waveforms=[soundfile.read(path.with_suffix(".wav")) for path in by_request],
-        codes=[json.loads(line) for line in codes.read_text().splitlines()] if codes.exists() else [],
+        codes=read(folder, CODES),
         left_processes=left_processes,
     )
 

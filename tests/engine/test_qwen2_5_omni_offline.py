@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole offline pipeline, with our code2wav stage and with the stock one."""
+"""The whole offline pipeline, with our stages and with the stock ones, for every kind of prompt."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import QUERY_TYPES
 from engine_runs import run_example
 
 pytest.importorskip("vllm_omni")
@@ -16,7 +17,7 @@ OUR_STAGE = re.compile(r"stage2.*code2wav stage: AudioPerfQwen2_5Omni\b")
 
 def test_example_succeeds(ours) -> None:
     assert ours.returncode == 0
-    assert len(ours.texts) == len(ours.waveforms) == 2
+    assert len(ours.texts) == len(ours.waveforms) == len(QUERY_TYPES)
     for text in ours.texts:
         assert text.strip()
         assert text.rstrip("\n").isprintable()
@@ -31,31 +32,44 @@ def test_audio_is_24_khz_at_speech_level(ours) -> None:
 
 
 def test_example_ends_with_a_table(ours) -> None:
-    table = ours.log[ours.log.rindex("| text") :]
-    for column in ("WAV", "audio s", "thinker s", "talker s", "code2wav s", "RTF"):
+    table = ours.log[ours.log.rindex("| WAV") :]
+    for column in ("WAV", "audio s", "thinker s", "talker s", "code2wav s", "RTF", "query type"):
         assert column in table.splitlines()[0]
     for waveform, _ in ours.waveforms:
         assert f"{len(waveform) / 24_000:.2f}" in table
+    for query_type in QUERY_TYPES:
+        assert query_type in table
 
 
-def test_our_stage_serves_only_where_it_is_selected(ours, stock) -> None:
+def test_our_stages_serve_only_where_they_are_selected(ours, stock) -> None:
     """The plugin is registered in the stage's own process, or the stage could not have been built there."""
     assert OUR_STAGE.search(ours.log)
     assert "AudioPerf" not in stock.log
 
 
-def test_stock_stage_works_with_the_rest_of_our_stage_config(stock) -> None:
+def test_stock_stages_work_with_the_rest_of_our_stage_config(stock) -> None:
     assert stock.returncode == 0
-    assert len(stock.waveforms) == 2
+    assert len(stock.waveforms) == len(QUERY_TYPES)
 
 
 def test_same_text_codes_and_duration_as_stock(ours, stock) -> None:
     assert ours.texts == stock.texts
-    assert len(ours.codes) == 2
+    assert len(ours.codes) == len(QUERY_TYPES)
     assert ours.codes == stock.codes
     durations = [len(waveform) for waveform, _ in ours.waveforms]
     assert durations == [len(waveform) for waveform, _ in stock.waveforms]
     assert sorted(durations) == sorted(480 * len(codes) for codes in ours.codes)
+
+
+def test_same_sound_as_stock(ours, stock, record_property) -> None:
+    """WAV files of 16 bits: a difference of one step is 3e-5."""
+    for query_type, (actual, _), (expected, _) in zip(QUERY_TYPES, ours.waveforms, stock.waveforms, strict=True):
+        difference = np.abs(actual - expected).max()
+        correlation = np.corrcoef(actual, expected)[0, 1]
+        record_property(query_type, f"max difference {difference:.1e}, correlation {correlation:.9f}")
+        print(f"{query_type}: max difference {difference:.1e}, correlation {correlation:.9f}")
+        assert correlation >= 0.9999
+        assert difference <= 1e-4
 
 
 def test_no_process_is_left(ours, stock) -> None:

@@ -1,90 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni serve` with the shipped stage config: an answer in text and audio, and a clean end."""
+"""`vllm-omni serve` with our stages: every kind of request, good ones beside bad ones, and a clean end."""
 
-import base64
-import io
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
-import soundfile
-from engine_runs import end_session, processes_of_session
-
-from vllm_omni_audio_perf.stage_configs_index import stage_config_path
+from capture import STEPS, read
+from serving import Answer, Server, sampling_params
 
 pytest.importorskip("vllm_omni")
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
-START_TIMEOUT_S = 600
 STAGES = 3
+NO_CODE = 8250  # an id that the talker has and the codebook has not
+BAD_CODES = sampling_params({}, {"allowed_token_ids": [NO_CODE], "max_tokens": 5}, {})
+BAD_CODES_ERROR = "code 8250 at position 0 of 5 is not in the codebook; allowed: 0 to 8193."
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def same_sound(*answers: Answer) -> bool:
+    return all(np.array_equal(answer.waveform, answers[0].waveform) for answer in answers)
 
 
-def wait_until_healthy(url: str, server: subprocess.Popen) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "the server ended while starting"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(2)
-    raise TimeoutError(f"no healthy server after {START_TIMEOUT_S} s")
+@pytest.fixture(scope="module")
+def plain(server: Server) -> Answer:
+    """The answer to a request that asks for nothing in particular."""
+    answer = server.chat()
+    assert answer.status == 200, answer.error
+    return answer
 
 
-def test_serves_text_and_audio_and_ends_on_ctrl_c(tmp_path: Path, qwen2_5_omni_checkpoint: Path) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [
-        str(Path(sys.executable).with_name("vllm-omni")),
-        *("serve", str(qwen2_5_omni_checkpoint), "--omni"),
-        *("--deploy-config", str(stage_config_path("qwen2_5_omni"))),
-        *("--host", "127.0.0.1", "--port", str(port)),
-    ]
-    log = tmp_path / "log.txt"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True
-        )
-    try:
-        wait_until_healthy(url, server)
-        body = {
-            "model": str(qwen2_5_omni_checkpoint),
-            "messages": [{"role": "user", "content": "Say something."}],
-            "modalities": ["text", "audio"],
-        }
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            messages = [choice["message"] for choice in json.load(response)["choices"]]
-        assert len(processes_of_session(server.pid)) >= 1 + STAGES  # so that the check below sees them
-        os.killpg(server.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-        assert server.wait(timeout=120) == 0
-        assert not processes_of_session(server.pid)
-    finally:
-        end_session(server.pid)
-        print(log.read_text()[-20_000:])
-    texts = [message["content"] for message in messages if message.get("content")]
-    audios = [message["audio"]["data"] for message in messages if message.get("audio")]
-    assert len(texts) == 1
-    assert texts[0].isprintable()
-    assert len(audios) == 1
-    waveform, sample_rate = soundfile.read(io.BytesIO(base64.b64decode(audios[0])))
-    assert sample_rate == 24_000
-    assert len(waveform) > 0
-    assert len(waveform) % 480 == 0
-    assert "code2wav stage: AudioPerfQwen2_5Omni" in log.read_text()
+def test_text_and_audio(server: Server, plain: Answer) -> None:
+    assert plain.text.strip()
+    assert plain.text.isprintable()
+    assert plain.sample_rate == 24_000
+    assert len(plain.waveform) > 0
+    assert len(plain.waveform) % 480 == 0
+    assert "code2wav stage: AudioPerfQwen2_5Omni" in server.log
+
+
+def test_the_same_request_sounds_the_same(server: Server, plain: Answer) -> None:
+    assert same_sound(plain, server.chat())
+
+
+def test_seed_of_the_body(server: Server, plain: Answer) -> None:
+    seven, again, eight = server.chat(seed=7), server.chat(seed=7), server.chat(seed=8)
+    assert same_sound(seven, again)
+    assert not same_sound(seven, eight)
+    assert not same_sound(seven, plain)
+    assert len(seven.waveform) == len(plain.waveform)  # the codes are the same
+
+
+def test_seed_of_the_stages_sampling_parameters(server: Server) -> None:
+    usual, again, another = (
+        server.chat(sampling_params_list=sampling_params({}, {}, {"seed": seed})) for seed in (42, 42, 9)
+    )
+    assert same_sound(usual, again)
+    assert not same_sound(usual, another)
+
+
+@pytest.mark.parametrize(
+    "body", [{"voice": "ETHAN"}, {"speaker": "ethan"}, {"audio": {"voice": "Ethan", "format": "wav"}}]
+)
+def test_voice(server: Server, plain: Answer, body: dict) -> None:
+    answer = server.chat(**body)
+    assert answer.status == 200, answer.error
+    assert not same_sound(answer, plain)
+    assert same_sound(answer, server.chat(voice="Ethan"))
+
+
+def test_the_default_voice_by_name(server: Server, plain: Answer) -> None:
+    assert same_sound(server.chat(voice="chelsie"), plain)
+
+
+@pytest.mark.parametrize("body", [{"voice": "alloy"}, {"audio": {"voice": "alloy", "format": "wav"}}])
+def test_an_unknown_voice_is_refused(server: Server, body: dict) -> None:
+    answer = server.chat(**body)
+    assert answer.status == 400
+    assert "There is no voice 'alloy'; this checkpoint has: Chelsie, Ethan." in answer.error
+
+
+@pytest.mark.parametrize("body", [{"seed": "x"}, {"seed": 2**70}, {"modalities": ["smell"]}])
+def test_a_malformed_request_is_refused(server: Server, body: dict) -> None:
+    assert server.chat(**body).status == 400
+
+
+def test_text_only(server: Server, plain: Answer) -> None:
+    answer = server.chat(modalities=["text"])
+    assert answer.text == plain.text
+    assert answer.waveform is None
+
+
+def test_streamed_text(server: Server, plain: Answer) -> None:
+    events = server.stream(modalities=["text"])
+    pieces = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+    assert sum(bool(piece) for piece in pieces) > 1
+    assert "".join(pieces) == plain.text
+
+
+def test_bad_requests_between_good_ones(server: Server) -> None:
+    """All at once; each good one sounds as it does alone."""
+    bodies = [{"text": f"Say {number}.", "seed": number} for number in range(6)]
+    sent = [*bodies[:2], {"sampling_params_list": BAD_CODES}, *bodies[2:4], {"voice": "alloy"}, *bodies[4:]]
+    with ThreadPoolExecutor(len(sent)) as pool:
+        answers = list(pool.map(lambda body: server.chat(**body), sent))
+    assert [answer.status for answer in answers] == [200, 200, 500, 200, 200, 400, 200, 200]
+    assert BAD_CODES_ERROR in answers[2].error
+    together = [answer for answer in answers if answer.status == 200]
+    steps = read(server.folder, STEPS)
+    assert max(len(counts) for counts in steps) > 1  # else they were not together
+    for body, answer in zip(bodies, together, strict=True):
+        alone = server.chat(**body)
+        assert answer.text == alone.text
+        assert same_sound(answer, alone)
+    assert "of 5 codes failed: " + BAD_CODES_ERROR in server.log
+
+
+def test_a_failed_request_in_a_stream(server: Server) -> None:
+    events = server.stream(sampling_params_list=BAD_CODES)
+    assert BAD_CODES_ERROR in str(events[-1])
+
+
+def test_no_codes_are_empty_audio(server: Server, plain: Answer) -> None:
+    answer = server.chat(sampling_params_list=sampling_params({}, {"allowed_token_ids": [8294]}, {}))
+    assert answer.status == 200, answer.error
+    assert len(answer.waveform) == 0
+    assert answer.text
+
+
+def test_one_code(server: Server) -> None:
+    answer = server.chat(sampling_params_list=sampling_params({}, {"max_tokens": 1}, {}))
+    assert len(answer.waveform) == 480
+
+
+def test_an_empty_answer_of_the_thinker_is_empty_audio(server: Server, plain: Answer) -> None:
+    end_of_turn = 151645
+    answer = server.chat(sampling_params_list=sampling_params({"allowed_token_ids": [end_of_turn]}, {}, {}))
+    assert answer.status == 200, answer.error
+    assert not answer.text
+    assert len(answer.waveform) == 0
+    assert same_sound(server.chat(), plain)
+
+
+def test_a_talker_without_penalties(server: Server, plain: Answer) -> None:
+    """Stock's dies of it."""
+    without = sampling_params({}, {"repetition_penalty": 1.0}, {})
+    assert len(server.chat(sampling_params_list=without).waveform) > 0
+    assert same_sound(server.chat(), plain)
+
+
+def test_clients_that_hang_up(server: Server, plain: Answer) -> None:
+    for seconds in (0.05, 0.3, 1.0):
+        server.send_and_hang_up(seconds)
+    assert same_sound(server.chat(), plain)
+
+
+def test_ends_on_ctrl_c(server: Server) -> None:
+    """Stays the last one: the server is gone then."""
+    assert len(server.processes()) >= 1 + STAGES  # so that the check below sees them
+    assert server.interrupt() == 0
+    assert not server.processes_after_the_end()

@@ -165,24 +165,3 @@ def test_weights_are_referenced_not_copied(transformers_token2wav: Any, voice: t
     with torch.inference_mode():
         after = dit.evaluate(mel, time, conditions)
     torch.testing.assert_close(after, before + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codes", [13, 48])
-def test_real_size_equals_vllm_omni(codes: int, voice: tuple[Tensor, Tensor]) -> None:
-    pytest.importorskip("vllm_omni")
-    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig
-
-    from vllm_omni_audio_perf.testing.upstream import build_vllm_omni_token2wav
-
-    # transformers' defaults are the sizes of the 7B model
-    theirs: Any = build_vllm_omni_token2wav(Qwen2_5OmniToken2WavConfig())
-    assert len(theirs.code2wav_dit_model.transformer_blocks) == 22
-    ids = random_codes(codes)
-    torch.manual_seed(3)
-    with torch.inference_mode():
-        expected = theirs(ids.unsqueeze(0), *voice)
-    actual = as_ours(theirs).generate(ids, *voice, noise=draw(2 * codes))
-    assert actual.shape == expected.shape == (480 * codes,)
-    assert actual.abs().max() < 1
-    assert rel_error(actual, expected) <= MAX_REL_ERROR
