@@ -17,7 +17,7 @@ from vllm_omni_audio_perf import __version__
 __all__ = ["main"]
 
 # Modules of this package, in the order in which the help lists them.
-_SUBCOMMANDS = ("configs", "make_checkpoint")
+_SUBCOMMANDS = ("configs", "make_checkpoint", "bench")
 
 _EXIT_USER_ERROR = 2  # what argparse exits with, too
 

@@ -72,7 +72,8 @@ def build_transformers_token2wav(config: Any) -> nn.Module:
     rotary: Any = model.code2wav_dit_model.rotary_embed
 
     def pairwise_table(hidden: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        angles = torch.outer(torch.arange(hidden.shape[1]).float(), rotary.inv_freq.float())
+        positions = torch.arange(hidden.shape[1], device=rotary.inv_freq.device)
+        angles = torch.outer(positions.float(), rotary.inv_freq.float())
         angles = angles.repeat_interleave(2, dim=-1).expand(hidden.shape[0], -1, -1)
         return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
 
