@@ -8,12 +8,11 @@ core and each worker. It may run several times in one process.
 import logging
 
 from vllm_omni_audio_perf import compat
+from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "vllm_omni_audio_perf"
-
-QWEN2_5_OMNI = "AudioPerfQwen2_5OmniForConditionalGeneration"
 
 # (architecture for `model_arch:` in a stage config, "module:Class" of the model, "module:Class" of the check of its
 # configuration). The models stay lazy until a stage asks for them.
@@ -30,7 +29,8 @@ def register() -> None:
     """Make every architecture of `ARCHITECTURES` known to vLLM and vLLM-Omni. Selects none of them.
 
     Both registries need each name: a plain vLLM ``ModelConfig`` validates the architecture first, and vLLM-Omni builds
-    the stage from its own registry.
+    the stage from its own registry. The functions that make the inputs of Qwen2.5-Omni's stages are wrapped, too; for a
+    stage that is not ours the result is upstream's.
 
     Raises:
         ImportError: if vLLM or vLLM-Omni cannot be imported.

@@ -435,7 +435,7 @@ def test_the_version_of_what_is_not_installed_is_none(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.metadata, "version", version)
 
     versions = harness.versions()
-    assert set(versions) == {"python", "torch", "transformers", "vllm_omni", "plugin"}
+    assert set(versions) == {"python", "torch", "transformers", "vllm", "vllm_omni", "plugin"}
     assert versions["vllm_omni"] is None
     assert versions["torch"] == installed("torch")
 

@@ -5,21 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_runs import Run, run_example
-from serving import Server
+from engine_runs import QUERY_TYPES, Run, run_example
+from serving import CODES_A_STEP, Server
 
 from vllm_omni_audio_perf.stage_configs_index import stage_config_path
 
 SELECTION = "model_arch: AudioPerfQwen2_5OmniForConditionalGeneration"
-QUERY_TYPES = (
-    "text",
-    "use_audio",
-    "use_image",
-    "use_video",
-    "use_multi_audios",
-    "use_mixed_modalities",
-    "use_audio_in_video",
-)
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +41,17 @@ def stock(tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, q
 def server(
     tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path
 ) -> Iterator[Server]:
-    """`vllm-omni serve` with the shipped stage config, but up to four requests in a step of each stage."""
+    """`vllm-omni serve` with the shipped stage config, but up to four requests in a step of each stage.
+
+    Code2wav takes so few codes in a step that it gets some requests in two parts.
+    """
     folder = tmp_path_factory.mktemp("server")
     config = folder / "stage_config.yaml"
     assert shipped_stage_config.count("max_num_seqs: 1\n") == 3
-    config.write_text(shipped_stage_config.replace("max_num_seqs: 1\n", "max_num_seqs: 4\n"), encoding="utf-8")
+    text = shipped_stage_config.replace("max_num_seqs: 1\n", "max_num_seqs: 4\n")
+    others, batched_tokens, code2wav = text.rpartition("max_num_batched_tokens: 32768\n")
+    assert batched_tokens
+    config.write_text(f"{others}max_num_batched_tokens: {CODES_A_STEP}\n{code2wav}", encoding="utf-8")
     server = Server(folder, qwen2_5_omni_checkpoint, config)
     try:
         server.start()

@@ -15,6 +15,15 @@ import soundfile
 from capture import CODES, plugin_environment, read
 
 ROOT = Path(__file__).parents[2]
+QUERY_TYPES = (
+    "text",
+    "use_audio",
+    "use_image",
+    "use_video",
+    "use_multi_audios",
+    "use_mixed_modalities",
+    "use_audio_in_video",
+)
 EXAMPLE = ROOT / "examples/offline_inference/qwen2_5_omni/end2end.py"
 
 
@@ -32,13 +41,27 @@ class Run:
 
 def run_example(folder: Path, stage_config: str, model: Path, *arguments: str) -> Run:
     """Run the offline example with the text of a stage config, recording the codes."""
+    output = folder / "out"
+    return run_script(
+        folder, [EXAMPLE, "--model", model, "--output-dir", output, *arguments, "--stage-config"], stage_config
+    )
+
+
+def run_script(folder: Path, command: list[object], stage_config: str, more: list[object] | None = None) -> Run:
+    """Run a script in a session of its own.
+
+    Args:
+        folder: made for the run; what the script writes into ``out`` in there is read.
+        command: the script and what comes before the path of the stage config.
+        stage_config: its text.
+        more: what comes after it.
+    """
     folder.mkdir()
     config = folder / "stage_config.yaml"
     config.write_text(stage_config, encoding="utf-8")
     with (folder / "log.txt").open("w+", encoding="utf-8") as log:
-        command = [sys.executable, EXAMPLE, "--model", model, "--stage-config", config, "--output-dir", folder / "out"]
         process = subprocess.Popen(
-            [*map(str, command), *arguments],
+            [sys.executable, *map(str, [*command, config, *(more or [])])],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=plugin_environment(folder),

@@ -22,6 +22,8 @@ from capture import plugin_environment
 from engine_runs import end_session, processes_of_session
 
 START_TIMEOUT_S = 600
+CODES_A_STEP = 200
+"""What code2wav takes in one step of the tests' server; its requests have more than half of it."""
 
 
 @dataclass

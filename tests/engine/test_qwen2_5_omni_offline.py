@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole offline pipeline, with our stages and with the stock ones, for every kind of prompt."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import QUERY_TYPES
-from engine_runs import run_example
+from engine_runs import QUERY_TYPES, run_example, run_script
 
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
@@ -97,4 +97,28 @@ def test_a_misspelt_option_ends_the_start_with_one_clear_error(
     assert run.returncode != 0
     assert "Unknown option audio_perf.max_mel_frame = 30000; allowed: max_mel_frames" in run.log
     assert "StageEngineCoreProc" not in run.log  # no engine was started
+    assert not run.left_processes
+
+
+@pytest.mark.slow
+def test_bad_requests_of_an_offline_omni_leave_it_running(
+    tmp_path: Path, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path
+) -> None:
+    run = run_script(
+        tmp_path / "failures",
+        [Path(__file__).with_name("offline_failures.py"), qwen2_5_omni_checkpoint],
+        shipped_stage_config,
+        [tmp_path / "results.json"],
+    )
+    assert run.returncode == 0
+    good, bad, unknown_voice, with_voice, with_seed, again = json.loads((tmp_path / "results.json").read_text())
+    assert [len(waveform) > 0 for waveform in good] == [True, True]
+    assert good[0] == good[1] == again[0] == again[1]
+    assert bad == [[], []]
+    assert "of 5 codes failed: code 8250 at position 0 of 5 is not in the codebook" in run.log
+    assert unknown_voice == "prompt 1: There is no voice 'Nobody'; this checkpoint has: Chelsie, Ethan."
+    for settings in (with_voice, with_seed):
+        assert settings[0] == good[0]
+        assert settings[1] != good[1]
+    assert with_voice[1] != with_seed[1]
     assert not run.left_processes

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni serve` with our stages: every kind of request, good ones beside bad ones, and a clean end."""
 
+import base64
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from capture import STEPS, read
-from serving import Answer, Server, sampling_params
+import soundfile
+from capture import CODES, STEPS, read
+from serving import CODES_A_STEP, Answer, Server, sampling_params
 
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
@@ -68,6 +71,16 @@ def test_voice(server: Server, plain: Answer, body: dict) -> None:
     assert same_sound(answer, server.chat(voice="Ethan"))
 
 
+def test_the_talker_heeds_the_voice(server: Server) -> None:
+    def codes(voice: str) -> list[int]:
+        server.chat(voice=voice)
+        return read(server.folder, CODES)[-1]
+
+    chelsie, ethan, again = codes("Chelsie"), codes("Ethan"), codes("Chelsie")
+    assert chelsie == again
+    assert chelsie != ethan
+
+
 def test_the_default_voice_by_name(server: Server, plain: Answer) -> None:
     assert same_sound(server.chat(voice="chelsie"), plain)
 
@@ -79,9 +92,27 @@ def test_an_unknown_voice_is_refused(server: Server, body: dict) -> None:
     assert "There is no voice 'alloy'; this checkpoint has: Chelsie, Ethan." in answer.error
 
 
-@pytest.mark.parametrize("body", [{"seed": "x"}, {"seed": 2**70}, {"modalities": ["smell"]}])
-def test_a_malformed_request_is_refused(server: Server, body: dict) -> None:
-    assert server.chat(**body).status == 400
+NO_TOKEN = {"allowed_token_ids": [999_999_999]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"seed": "x"},
+        {"seed": 2**70},
+        {"modalities": ["smell"]},
+        {"sampling_params_list": sampling_params({}, NO_TOKEN, {})},
+        {"sampling_params_list": sampling_params({}, {}, NO_TOKEN)},
+        {"additional_information": {"speaker": ["alloy"]}},
+        {"text": "x" * 4038},  # the thinker has room for it, the talker has not
+    ],
+    ids=["seed", "large seed", "modality", "talker's tokens", "code2wav's tokens", "information", "long prompt"],
+)
+def test_a_request_that_cannot_be_served_is_refused(server: Server, body: dict, plain: Answer) -> None:
+    """Some of these end a stage of stock vLLM-Omni."""
+    answer = server.chat(**body)
+    assert answer.status == 400, answer
+    assert same_sound(server.chat(), plain)
 
 
 def test_text_only(server: Server, plain: Answer) -> None:
@@ -97,6 +128,15 @@ def test_streamed_text(server: Server, plain: Answer) -> None:
     assert "".join(pieces) == plain.text
 
 
+def test_streamed_text_and_audio(server: Server, plain: Answer) -> None:
+    events = server.stream()
+    sounds = [event["choices"][0]["delta"]["content"] for event in events if event.get("modality") == "audio"]
+    (sound,) = [sound for sound in sounds if sound]
+    waveform, sample_rate = soundfile.read(io.BytesIO(base64.b64decode(sound)))
+    assert sample_rate == 24_000
+    assert np.array_equal(waveform, plain.waveform)
+
+
 def test_bad_requests_between_good_ones(server: Server) -> None:
     """All at once; each good one sounds as it does alone."""
     bodies = [{"text": f"Say {number}.", "seed": number} for number in range(6)]
@@ -108,6 +148,7 @@ def test_bad_requests_between_good_ones(server: Server) -> None:
     together = [answer for answer in answers if answer.status == 200]
     steps = read(server.folder, STEPS)
     assert max(len(counts) for counts in steps) > 1  # else they were not together
+    assert any(sum(counts) == CODES_A_STEP for counts in steps)  # one was cut, or nothing shows that it may be
     for body, answer in zip(bodies, together, strict=True):
         alone = server.chat(**body)
         assert answer.text == alone.text
@@ -141,6 +182,13 @@ def test_an_empty_answer_of_the_thinker_is_empty_audio(server: Server, plain: An
     assert same_sound(server.chat(), plain)
 
 
+def test_an_answer_that_upstream_takes_for_empty(server: Server, plain: Answer) -> None:
+    """One end token that ends nothing: upstream drops it on the way to the talker."""
+    thinker = {"allowed_token_ids": [151645], "ignore_eos": True, "max_tokens": 1}
+    assert server.chat(sampling_params_list=sampling_params(thinker, {}, {})).status == 200
+    assert same_sound(server.chat(), plain)
+
+
 def test_a_talker_without_penalties(server: Server, plain: Answer) -> None:
     """Stock's dies of it."""
     without = sampling_params({}, {"repetition_penalty": 1.0}, {})
@@ -149,9 +197,11 @@ def test_a_talker_without_penalties(server: Server, plain: Answer) -> None:
 
 
 def test_clients_that_hang_up(server: Server, plain: Answer) -> None:
-    for seconds in (0.05, 0.3, 1.0):
+    aborted = server.log.count("Aborted request(s)")
+    for seconds in (0.3, 0.6, 1.0):
         server.send_and_hang_up(seconds)
     assert same_sound(server.chat(), plain)
+    assert server.log.count("Aborted request(s)") > aborted
 
 
 def test_ends_on_ctrl_c(server: Server) -> None:

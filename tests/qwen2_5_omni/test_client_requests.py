@@ -2,6 +2,8 @@
 """Voice and seed where requests come in: the chat server and the offline `Omni`."""
 
 import asyncio
+import copy
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,27 +11,53 @@ from typing import Any
 
 import pytest
 
+from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
 from vllm_omni_audio_perf.qwen2_5_omni import client_requests
-from vllm_omni_audio_perf.qwen2_5_omni.request_settings import REPORT_ERRORS, RequestError
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import EMPTY_ON_ERROR, RequestError
 
 UNKNOWN = r"There is no voice 'alloy'; this checkpoint has: Chelsie, Ethan\."
+
+
+def engine(model: str, architecture: str = QWEN2_5_OMNI) -> Any:
+    """vLLM-Omni's engine with a stock thinker and a code2wav stage of some architecture."""
+
+    def stage(model_arch: str) -> Any:
+        model_config = SimpleNamespace(
+            **{
+                "model": model,
+                "revision": None,
+                "model_arch": model_arch,
+                "max_logprobs": 20,
+                "logits_processors": None,
+            },
+            get_vocab_size=lambda: 152_064,
+        )
+        return SimpleNamespace(
+            model_config=model_config,
+            load_config=SimpleNamespace(download_dir=None, load_format="auto"),
+            speculative_config=None,
+            structured_outputs_config=None,
+        )
+
+    return SimpleNamespace(stage_vllm_configs=[stage("stock"), stage(architecture)])
 
 
 @pytest.fixture
 def model(qwen2_5_omni_checkpoint: Path) -> Iterator[str]:
     """A model that this process has a stage of ours for."""
-    client_requests.announce(str(qwen2_5_omni_checkpoint), None)
+    client_requests.announce(engine(str(qwen2_5_omni_checkpoint)).stage_vllm_configs[1])
     yield str(qwen2_5_omni_checkpoint)
-    client_requests._revisions.clear()
+    client_requests._voices.clear()
 
 
-def preprocess(model: str, **body: Any) -> dict[str, Any]:
-    """The prompt that the chat server makes of a body."""
+def preprocess(model: str, *, architecture: str = QWEN2_5_OMNI, **body: Any) -> dict[str, Any]:
+    """The information in the prompt that the chat server makes of a body."""
 
     async def upstream(serving: Any, request: Any, messages: list[Any], *, renderer: Any = None) -> tuple[Any, list]:
-        return messages, [{"prompt_token_ids": [1], "additional_information": {"speaker": ["as upstream writes it"]}}]
+        information = {"speaker": ["chelsie"]} | getattr(request, "additional_information", {})
+        return messages, [{"prompt_token_ids": [1], "additional_information": information}]
 
-    serving = SimpleNamespace(model_config=SimpleNamespace(model=model))
+    serving = SimpleNamespace(engine_client=SimpleNamespace(engine=engine(model, architecture)))
     wrapped = client_requests.carry_client_settings(upstream)
     conversation, (prompt,) = asyncio.run(wrapped(serving, SimpleNamespace(**body), ["message"], renderer=None))
     assert conversation == ["message"]
@@ -61,19 +89,42 @@ def test_reads_the_seed(model: str) -> None:
     assert "seed" not in preprocess(model, seed=None)
 
 
-def test_a_client_of_the_server_is_told_of_errors(model: str) -> None:
-    assert preprocess(model)[REPORT_ERRORS] == [True]
+@pytest.mark.parametrize("information", [{"speaker": ["Nobody"]}, {"seed": ["x"]}])
+def test_information_in_the_body_itself_is_checked(model: str, information: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        preprocess(model, additional_information=information)
 
 
-def test_other_models_are_left_alone(model: str) -> None:
-    assert preprocess("another", voice="alloy", seed=7) == {"speaker": ["as upstream writes it"]}
+@pytest.mark.parametrize(
+    ("talker", "message"),
+    [
+        ({"allowed_token_ids": [999_999_999]}, r"sampling_params_list\[1\]: .*999999999"),
+        ({"logit_bias": {"999999999": 1.0}}, r"sampling_params_list\[1\]: "),
+        ({"temperature": -1}, r"sampling_params_list\[1\]: .*temperature"),
+        ({"no_such_field": 1}, r"sampling_params_list\[1\]: .*no_such_field"),
+    ],
+)
+def test_sampling_parameters_that_a_later_stage_would_die_of(model: str, talker: dict[str, Any], message: str) -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(RequestError, match=message):
+        preprocess(model, sampling_params_list=[{}, talker])
+    preprocess(model, sampling_params_list=[{}, {"allowed_token_ids": [8250], "seed": 3}])
+
+
+def test_engines_without_a_stage_of_ours_are_left_alone(model: str) -> None:
+    """Even if they serve the same model."""
+    body = {"voice": "alloy", "seed": 7, "sampling_params_list": [{}, {"allowed_token_ids": [999_999_999]}]}
+    assert preprocess(model, architecture="stock", **body) == {"speaker": ["chelsie"]}
+    omni = Omni(model, "stock")
+    assert omni.generate([BAD_PROMPT]) == ["audio"]
+    assert omni.seen == [[BAD_PROMPT]]
 
 
 class Omni:
     """Stands for vLLM-Omni's; records what reaches it."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, architecture: str = QWEN2_5_OMNI) -> None:
+        self.engine = engine(model, architecture)
         self.seen: list[Any] = []
 
     @client_requests.check_prompts_first
@@ -82,22 +133,31 @@ class Omni:
         return ["audio"]
 
 
+BAD_PROMPT = {"prompt": "b", "additional_information": {"speaker": ["alloy"]}}
+
+
 @pytest.mark.parametrize(
-    "prompts", ["Hello", {"prompt": "Hello"}, [{"prompt": "a", "additional_information": {"speaker": ["ethan"]}}]]
+    "prompts",
+    ["a", {"prompt": "a"}, ["a"], ({"prompt": "a", "additional_information": {"speaker": ["ethan"]}},)],
 )
-def test_good_prompts_pass(model: str, prompts: Any) -> None:
+def test_good_prompts_pass_and_end_empty_where_they_fail(model: str, prompts: Any) -> None:
     omni = Omni(model)
+    given = copy.deepcopy(prompts)
     assert omni.generate(prompts, None) == ["audio"]
-    assert omni.seen == [prompts]
+    assert prompts == given
+    ((sent,),) = omni.seen
+    assert sent["prompt"] == "a"
+    assert sent["additional_information"][EMPTY_ON_ERROR] == [True]
+    if isinstance(given, tuple):
+        assert sent["additional_information"]["speaker"] == ["ethan"]
 
 
 def test_a_bad_prompt_is_named_before_any_is_sent(model: str) -> None:
     omni = Omni(model)
-    prompts = [{"prompt": "a"}, {"prompt": "b", "additional_information": {"speaker": ["alloy"]}}]
-    with pytest.raises(RequestError, match=f"prompt 1: {UNKNOWN}"):
-        omni.generate(prompts)
+    for prompts in ([{"prompt": "a"}, BAD_PROMPT], deque([{"prompt": "a"}, BAD_PROMPT]), ("a", BAD_PROMPT)):
+        with pytest.raises(RequestError, match=f"prompt 1: {UNKNOWN}"):
+            omni.generate(prompts)
     assert not omni.seen
-    assert Omni("another").generate(prompts) == ["audio"]
 
 
 def test_wraps_vllm_omnis_own(model: str) -> None:
@@ -106,7 +166,8 @@ def test_wraps_vllm_omnis_own(model: str) -> None:
     from vllm_omni.entrypoints.omni import Omni as UpstreamOmni
     from vllm_omni.entrypoints.openai.serving_chat import OmniOpenAIServingChat
 
-    client_requests.announce(model, None)
-    client_requests.announce(model, None)
+    for _ in range(2):
+        client_requests.announce(engine(model).stage_vllm_configs[1])
     for method in (UpstreamOmni.generate, OmniOpenAIServingChat._preprocess_chat):
         assert method.__wrapped__.__module__.startswith("vllm_omni.")
+        assert not hasattr(method.__wrapped__, "__wrapped__")

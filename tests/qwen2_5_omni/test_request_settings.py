@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_omni_audio_perf.qwen2_5_omni.request_settings import REPORT_ERRORS, RequestError, RequestSettings
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import EMPTY_ON_ERROR, RequestError, RequestSettings
 
 VOICES = ("Chelsie", "Ethan")
 
@@ -47,7 +47,7 @@ def test_a_seed_that_is_none_is_refused(seed: object) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [RequestSettings(), RequestSettings(voice="Ethan", seed=7, report_errors=True), RequestSettings(seed=0)],
+    [RequestSettings(), RequestSettings(voice="Ethan", seed=7, empty_on_error=True), RequestSettings(seed=0)],
 )
 def test_survives_the_way_to_the_stage(settings: RequestSettings) -> None:
     """Through vLLM's own message format, as the engine sends it."""
@@ -61,5 +61,5 @@ def test_a_buffer_without_settings(buffer: object) -> None:
     assert RequestSettings.from_buffer(buffer) == RequestSettings()
 
 
-def test_reads_whether_errors_can_be_reported() -> None:
-    assert RequestSettings.from_prompt(prompt(**{REPORT_ERRORS: [True]}), VOICES).report_errors
+def test_reads_how_a_failed_request_ends() -> None:
+    assert RequestSettings.from_prompt(prompt(**{EMPTY_ON_ERROR: [True]}), VOICES).empty_on_error

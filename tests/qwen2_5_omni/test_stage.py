@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code2wav stage as vLLM-Omni builds it: its own configuration and weight loader, without an engine around it."""
 
+import gc
 import inspect
 import logging
 import os
@@ -20,6 +21,7 @@ from vllm_omni_audio_perf.scheduling.request_errors import ERROR_OUTPUT, take_er
 
 OURS = "AudioPerfQwen2_5OmniForConditionalGeneration"
 STOCK = "Qwen2_5OmniForConditionalGeneration"
+UPSTREAMS_SCHEDULER = "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler"
 
 
 def stage_config(model: Path, architecture: str = OURS, **settings: Any) -> Any:
@@ -73,7 +75,7 @@ def dtypes(stage: Any) -> set[torch.dtype]:
 
 @pytest.fixture(scope="module")
 def stage(qwen2_5_omni_checkpoint: Path) -> Any:
-    return build(stage_config(qwen2_5_omni_checkpoint, dtype="bfloat16"))
+    return build(stage_config(qwen2_5_omni_checkpoint, dtype="bfloat16", scheduler_cls=UPSTREAMS_SCHEDULER))
 
 
 @pytest.fixture
@@ -243,9 +245,9 @@ def test_a_bad_request_fails_alone(stage: Any, log: pytest.LogCaptureFixture) ->
         request_ids=["a", "b", "c", "d"],
         runtime_additional_information=[
             settings(),
-            settings(report_errors=True),
-            settings(report_errors=True),
             settings(),
+            settings(),
+            settings(empty_on_error=True),
         ],
     )
     assert [len(waveform) for waveform in waveforms["model_outputs"]] == [1440, 0, 1440, 0]
@@ -286,14 +288,63 @@ def test_a_lost_device_ends_the_stage(stage: Any, monkeypatch: pytest.MonkeyPatc
         run(stage, [1, 2, 3])
 
 
+def test_nothing_of_a_request_stays(stage: Any) -> None:
+    """Neither of good requests nor of failed ones."""
+
+    def live_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    requests = [[1, 2, 3], list(range(60)), [1, 8250], []]
+    run(stage, *requests)
+    before = live_tensors()
+    for _ in range(3):
+        run(stage, *requests)
+    assert live_tensors() == before
+
+
 def test_an_unknown_voice_fails_its_request(stage: Any) -> None:
     """Where it was not refused before, as for a voice that only the stage lacks."""
-    step = outputs(
-        stage, [1], [2], runtime_additional_information=[settings(voice="Nobody", report_errors=True), settings()]
-    )
+    step = outputs(stage, [1], [2], runtime_additional_information=[settings(voice="Nobody"), settings()])
     assert [len(waveform) for waveform in step["model_outputs"]] == [0, 480]
     reason = take_error({ERROR_OUTPUT: step[ERROR_OUTPUT][0]})
     assert reason == "There is no voice 'Nobody'; this checkpoint has: Chelsie, Ethan."
+
+
+def test_a_request_that_the_engine_cuts_is_solved_whole(stage: Any) -> None:
+    """As it does where the requests of a step exceed `max_num_batched_tokens`; here after 5 codes and after 7 more."""
+    codes = list(range(20))
+
+    def part(computed: int) -> dict[str, Any]:
+        return settings() | {"codes": {"audio": codes}, "_omni_num_computed_tokens": computed, "_omni_prompt_len": 20}
+
+    (whole,) = run(stage, codes, runtime_additional_information=[part(0)])
+    beside = [1, 2, 3]
+    first, other = run(stage, codes[:5], beside, runtime_additional_information=[part(0), settings()])
+    (second,) = run(stage, codes[5:12], runtime_additional_information=[part(5)])
+    (last,) = run(stage, codes[12:], runtime_additional_information=[part(12)])
+    assert [len(waveform) for waveform in (first, other, second)] == [0, 3 * 480, 0]
+    assert torch.equal(last, whole)
+
+
+def test_an_error_without_a_scheduler_that_takes_it_in_stays_in_the_log(qwen2_5_omni_checkpoint: Path) -> None:
+    other = build(stage_config(qwen2_5_omni_checkpoint, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"))
+    assert list(outputs(other, [1, 8250])) == ["model_outputs"]
+    assert other.failed_requests == 1
+
+
+def test_the_talker_survives_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import Qwen2_5OmniForConditionalGeneration
+
+    from vllm_omni_audio_perf.qwen2_5_omni.stage import AudioPerfQwen2_5Omni
+
+    monkeypatch.setattr(
+        Qwen2_5OmniForConditionalGeneration, "talker_preprocess", lambda self, *args, **info: info["ids"]["output"][0]
+    )
+    talker = AudioPerfQwen2_5Omni.__new__(AudioPerfQwen2_5Omni)
+    torch.nn.Module.__init__(talker)
+    assert talker.talker_preprocess(None, None, ids={"prompt": [1], "output": []}) == 8292
+    assert talker.talker_preprocess(None, None, ids={"prompt": [1], "output": [7]}) == 7
 
 
 def test_fewer_ids_than_the_requests_have_is_the_engines_fault(stage: Any) -> None:
@@ -435,14 +486,12 @@ def test_requests_of_the_stage_fail_one_by_one(qwen2_5_omni_checkpoint: Path) ->
     """The scheduler is ours, unless somebody put another one there, and only on this stage."""
     from vllm_omni_audio_perf.scheduling.scheduler import AudioPerfGenerationScheduler
 
-    upstream = "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler"
-
     def scheduler(path: str, **settings: Any) -> Any:
         config = stage_config(qwen2_5_omni_checkpoint, scheduler_cls=path, **settings).scheduler_config
         return config.get_scheduler_cls()
 
-    assert scheduler(upstream) is AudioPerfGenerationScheduler
-    assert scheduler(upstream, model_stage="talker") is not AudioPerfGenerationScheduler
+    assert scheduler(UPSTREAMS_SCHEDULER) is AudioPerfGenerationScheduler
+    assert scheduler(UPSTREAMS_SCHEDULER, model_stage="talker") is not AudioPerfGenerationScheduler
     assert scheduler("vllm.v1.core.sched.scheduler.Scheduler") is not AudioPerfGenerationScheduler
 
 

@@ -16,7 +16,7 @@ from vllm_omni.errors import OmniClientError
 from vllm_omni.model_executor.stage_input_processors import qwen2_5_omni as upstream
 
 import vllm_omni_audio_perf
-from vllm_omni_audio_perf.plugin import QWEN2_5_OMNI
+from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
 from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestSettings
 
 STOCK = "Qwen2_5OmniForConditionalGeneration"
@@ -33,14 +33,29 @@ def registered() -> None:
 def call(qwen2_5_omni_checkpoint: Path) -> Callable[..., list[Any]]:
     """Call a stage's input processor as vLLM-Omni's stage client does."""
 
-    def make(name: str, ids: list[int], prompt: Any = PROMPT, arch: str = QWEN2_5_OMNI, reason: str = "length") -> Any:
-        completion = SimpleNamespace(cumulative_token_ids=ids, token_ids=ids, finish_reason=reason)
+    def make(
+        name: str,
+        ids: list[int],
+        prompt: Any = PROMPT,
+        *,
+        arch: str = QWEN2_5_OMNI,
+        reason: str | None = "length",
+        stop: str | int | None = None,
+        max_model_len: int = 100,
+    ) -> Any:
+        completion = SimpleNamespace(cumulative_token_ids=ids, token_ids=ids, finish_reason=reason, stop_reason=stop)
         output = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2, 3], outputs=[completion])
         client = SimpleNamespace(
             custom_process_input_func=getattr(upstream, name),
             requires_multimodal_data=False,
             vllm_config=SimpleNamespace(
-                model_config=SimpleNamespace(model_arch=arch, model=str(qwen2_5_omni_checkpoint), revision=None)
+                model_config=SimpleNamespace(
+                    model_arch=arch,
+                    model=str(qwen2_5_omni_checkpoint),
+                    revision=None,
+                    model_stage="next",
+                    max_model_len=max_model_len,
+                )
             ),
         )
         return StageEngineCoreClientBase._call_custom_process_input(client, [output], prompt, None)
@@ -81,9 +96,29 @@ def test_an_empty_answer_gives_the_talker_nothing(ids: list[int], reason: str, c
     assert call("thinker2talker_token_only", ids, reason=reason) == []
 
 
-@pytest.mark.parametrize(("ids", "reason"), [([9], "length"), ([9, 8], "stop"), ([], None)])
-def test_any_other_answer_reaches_the_talker(ids: list[int], reason: str, call: Callable[..., list[Any]]) -> None:
-    assert len(call("thinker2talker_token_only", ids, reason=reason)) == 1
+@pytest.mark.parametrize(
+    ("ids", "reason", "stop"), [([9], "length", None), ([9, 8], "stop", 8), ([], None, None), ([9], "stop", "word")]
+)
+def test_any_other_answer_reaches_the_talker(
+    ids: list[int], reason: str | None, stop: str | int | None, call: Callable[..., list[Any]]
+) -> None:
+    assert len(call("thinker2talker_token_only", ids, reason=reason, stop=stop)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "room"),
+    [("thinker2talker_token_only", 5, 6), ("talker2code2wav_token_only", 2, 2)],  # the talker needs room for a code
+)
+def test_an_input_that_the_next_stage_has_no_room_for(
+    name: str, length: int, room: int, call: Callable[..., list[Any]]
+) -> None:
+    """Upstream passes it on, and the stage dies of it."""
+    assert len(call(name, [5, 6], max_model_len=room)) == 1
+    with pytest.raises(
+        OmniClientError, match=rf"next stage would get {length} tokens; its max_model_len of {room - 1}"
+    ):
+        call(name, [5, 6], max_model_len=room - 1)
+    assert len(call(name, [5, 6], max_model_len=room - 1, arch=STOCK)) == 1
 
 
 def test_no_codes_give_no_input(call: Callable[..., list[Any]]) -> None:

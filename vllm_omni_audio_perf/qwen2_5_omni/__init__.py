@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2.5-Omni's Token2Wav: codes -> mel frames (DiT) -> waveform (BigVGAN).
 
-Everything but `stage` works on torch modules alone and imports neither vLLM nor vLLM-Omni.
+Importing this package needs neither vLLM nor vLLM-Omni: `dit`, `solver`, `token2wav`, `noise`, `codes`, `speakers` and
+`request_settings` work without them. `stage`, `stage_check`, `stage_inputs`, `client_requests` and `speaker_file` are
+what vLLM-Omni calls.
 """
 
 from vllm_omni_audio_perf.qwen2_5_omni.dit import BlockSparseDiT

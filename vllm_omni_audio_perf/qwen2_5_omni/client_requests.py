@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads voice and seed where requests come in, and refuses what is not there before any stage has worked on it.
+"""Reads what clients ask for where requests come in, and refuses what is not there before a stage works on it.
 
-Active in a process whose pipeline has a code2wav stage of ours (`announce`), for the models of such pipelines only.
+Acts on engines that have a stage of ours, and on no others.
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_omni_audio_perf import compat
+from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
 from vllm_omni_audio_perf.qwen2_5_omni.request_settings import (
-    REPORT_ERRORS,
+    EMPTY_ON_ERROR,
     RequestError,
     RequestSettings,
     checked_seed,
@@ -18,30 +19,43 @@ from vllm_omni_audio_perf.qwen2_5_omni.request_settings import (
 )
 from vllm_omni_audio_perf.qwen2_5_omni.speaker_file import voice_names
 
-_revisions: dict[str, str | None] = {}
-"""Models of which this process has a code2wav stage of ours, each with its revision."""
+_voices: dict[str, tuple[str, ...]] = {}
+"""For each model of which this process has a stage of ours the names of its voices, read at start and never again."""
 
 
-def announce(model: str, revision: str | None) -> None:
-    """Look at the requests for a model from now on."""
-    _revisions[model] = revision
+def announce(vllm_config: Any) -> None:
+    """Look at the requests for a stage of ours from now on. Called for each, before it starts."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    _voices[model.model] = voice_names(
+        model.model, model.revision, download_dir=load.download_dir, download=load.load_format != "dummy"
+    )
     compat.wrap_where_requests_come_in(generate=check_prompts_first, preprocess_chat=carry_client_settings)
 
 
+def announced_voices(model: str) -> tuple[str, ...] | None:
+    """Names of the voices of an announced model, by the path that vLLM has for it; None for another one."""
+    return _voices.get(model)
+
+
 def check_prompts_first(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Omni.generate`` so that it refuses bad prompts before it sends any: at an error later it closes itself."""
+    """Wrap ``Omni.generate``: it refuses bad prompts before it sends any, and a failed one ends with empty audio.
+
+    At the first error that reaches it, it gives up all prompts and closes itself.
+    """
 
     @functools.wraps(generate)
     def checked(omni: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        voices = _voices(omni.model)
-        if voices is not None:
-            listed = prompts if isinstance(prompts, (list, tuple)) else [prompts]
-            for index, prompt in enumerate(listed):
-                try:
-                    RequestSettings.from_prompt(prompt, voices)
-                except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}") from None
-        return generate(omni, prompts, *args, **kwargs)
+        voices = _voices_of(omni.engine)
+        if voices is None:
+            return generate(omni, prompts, *args, **kwargs)
+        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        listed = list(prompts) if several else [prompts]
+        for index, prompt in enumerate(listed):
+            try:
+                RequestSettings.from_prompt(prompt, voices)
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from None
+        return generate(omni, [_empty_on_error(prompt) for prompt in listed], *args, **kwargs)
 
     return checked
 
@@ -56,10 +70,12 @@ def carry_client_settings(
 
     @functools.wraps(preprocess_chat)
     async def carrying(serving: Any, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        voices = _voices(serving.model_config.model)
+        engine = getattr(serving.engine_client, "engine", None)
+        voices = _voices_of(engine)
         if voices is None:
             return await preprocess_chat(serving, request, *args, **kwargs)
-        settings: dict[str, Any] = {REPORT_ERRORS: [True]}
+        _check_sampling_params(getattr(request, "sampling_params_list", None), engine)
+        settings: dict[str, Any] = {}
         if (voice := checked_voice(_requested_voice(request), voices)) is not None:
             settings["speaker"] = [voice]
         if (seed := checked_seed(getattr(request, "seed", None))) is not None:
@@ -67,14 +83,19 @@ def carry_client_settings(
         conversation, prompts = await preprocess_chat(serving, request, *args, **kwargs)
         for prompt in prompts:
             prompt["additional_information"] = (prompt.get("additional_information") or {}) | settings
+            RequestSettings.from_prompt(prompt, voices)  # the body may hold such information of its own
         return conversation, prompts
 
     return carrying
 
 
-def _voices(model: str) -> tuple[str, ...] | None:
-    """Names of the voices of a model that was announced, else None."""
-    return voice_names(model, _revisions[model]) if model in _revisions else None
+def _voices_of(engine: Any) -> tuple[str, ...] | None:
+    """Names of the voices where one of the engine's stages is ours, else None."""
+    for config in getattr(engine, "stage_vllm_configs", None) or []:
+        model: Any = getattr(config, "model_config", None)
+        if getattr(model, "model_arch", None) == QWEN2_5_OMNI:
+            return _voices.get(model.model)
+    return None
 
 
 def _requested_voice(request: Any) -> object:
@@ -82,3 +103,37 @@ def _requested_voice(request: Any) -> object:
     audio = getattr(request, "audio", None)
     in_audio = audio.get("voice") if isinstance(audio, Mapping) else getattr(audio, "voice", None)
     return getattr(request, "voice", None) or getattr(request, "speaker", None) or in_audio
+
+
+def _check_sampling_params(sampling_params_list: Any, engine: Any) -> None:
+    """Refuse sampling parameters that a later stage would die of, such as an id that its vocabulary has not.
+
+    vLLM checks those of the first stage alone.
+
+    Raises:
+        RequestError: naming the stage and what is wrong.
+    """
+    from vllm import SamplingParams
+
+    if not isinstance(sampling_params_list, list):
+        return
+    stages = list(zip(sampling_params_list, engine.stage_vllm_configs, strict=False))
+    for index, (given, config) in enumerate(stages[1:], start=1):
+        if not isinstance(given, Mapping):
+            continue  # vLLM-Omni refuses it
+        try:
+            SamplingParams(**given).verify(
+                config.model_config, config.speculative_config, config.structured_outputs_config, None
+            )
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"sampling_params_list[{index}]: {error}") from error
+
+
+def _empty_on_error(prompt: Any) -> Any:
+    """The prompt with the wish to end with empty audio where it fails."""
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        return prompt
+    information = prompt.get("additional_information") or {}
+    return {**prompt, "additional_information": {**information, EMPTY_ON_ERROR: [True]}}

@@ -13,8 +13,8 @@ from typing import Any, Self
 BUFFER_KEY = "audio_perf"
 """Where the settings stand in a request's ``model_intermediate_buffer``."""
 
-REPORT_ERRORS = "audio_perf_report_errors"
-"""Key of a prompt's ``additional_information``: the client can be told that its request alone failed."""
+EMPTY_ON_ERROR = "audio_perf_empty_on_error"
+"""Key of a prompt's ``additional_information``: end with empty audio, not with an error, where the request fails."""
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
@@ -33,9 +33,9 @@ class RequestSettings:
     seed: int | None = None
     """Seed of the noise; None for that of the stage's sampling parameters."""
 
-    report_errors: bool = False
-    """Whether to end a failed request with an error. Else it ends with empty audio: vLLM-Omni's offline
-    ``Omni.generate`` gives up all its prompts at the first error."""
+    empty_on_error: bool = False
+    """Whether a failed request ends with empty audio instead of an error. So do those of vLLM-Omni's offline
+    ``Omni.generate``, which gives up all its prompts at the first error."""
 
     @classmethod
     def from_prompt(cls, prompt: object, voices: Iterable[str]) -> Self:
@@ -54,12 +54,12 @@ class RequestSettings:
         return cls(
             voice=checked_voice(_single(information.get("speaker")), voices),
             seed=checked_seed(_single(information.get("seed"))),
-            report_errors=bool(_single(information.get(REPORT_ERRORS))),
+            empty_on_error=bool(_single(information.get(EMPTY_ON_ERROR))),
         )
 
     @classmethod
     def from_buffer(cls, buffer: object) -> Self:
-        """Read what `to_buffer` wrote."""
+        """Read what `to_buffer` wrote, in the ``model_intermediate_buffer`` of a request."""
         settings = buffer.get(BUFFER_KEY) if isinstance(buffer, Mapping) else None
         return cls(**settings) if isinstance(settings, Mapping) else cls()
 

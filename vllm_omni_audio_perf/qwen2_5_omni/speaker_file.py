@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the voices of a checkpoint that vLLM was given as a folder or as the name of a repository."""
 
-import functools
 import os
 from pathlib import Path
 
@@ -30,13 +29,15 @@ def checkpoint_folder(
     )
 
 
-@functools.lru_cache(maxsize=8)
-def voice_names(model: str, revision: str | None = None) -> tuple[str, ...]:
-    """Names of a checkpoint's voices, as requests may give them.
+def voice_names(
+    model: str, revision: str | None = None, *, download_dir: str | None = None, download: bool = True
+) -> tuple[str, ...]:
+    """Names of a checkpoint's voices, as requests may give them; arguments as for `checkpoint_folder`.
 
     A checkpoint without voices (a stage with dummy weights runs all the same) has the default one.
     """
     try:
-        return tuple(load_speakers(checkpoint_folder(model, revision), torch.device("cpu")))
+        folder = checkpoint_folder(model, revision, download_dir=download_dir, download=download)
+        return tuple(load_speakers(folder, torch.device("cpu")))
     except FileNotFoundError:
         return (DEFAULT_SPEAKER,)

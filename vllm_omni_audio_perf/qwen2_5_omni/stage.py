@@ -21,7 +21,7 @@ from vllm_omni.model_executor.models.output_templates import OmniOutput
 from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import Qwen2_5OmniForConditionalGeneration
 from vllm_omni.model_executor.models.utils import add_prefix_to_loaded_weights
 
-from vllm_omni_audio_perf.qwen2_5_omni.codes import clean_codes
+from vllm_omni_audio_perf.qwen2_5_omni.codes import FIRST_MARK, clean_codes
 from vllm_omni_audio_perf.qwen2_5_omni.noise import request_noise, stage_noise
 from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestSettings, checked_voice
 from vllm_omni_audio_perf.qwen2_5_omni.speaker_file import checkpoint_folder
@@ -32,7 +32,7 @@ from vllm_omni_audio_perf.qwen2_5_omni.speakers import (
     load_speakers,
     silent_speaker,
 )
-from vllm_omni_audio_perf.qwen2_5_omni.stage_check import checked_options, is_code2wav
+from vllm_omni_audio_perf.qwen2_5_omni.stage_check import SCHEDULER, checked_options, is_code2wav, is_talker
 from vllm_omni_audio_perf.qwen2_5_omni.token2wav import Token2Wav
 from vllm_omni_audio_perf.scheduling.request_errors import error_outputs
 
@@ -72,6 +72,7 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         self._noise_source = options.noise
         self.failed_requests = 0
         self._has_cut = False
+        self._can_report_errors = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
         # Only for this does the engine note the seed of a request's sampling parameters, as `_omni_seed`.
         self.has_preprocess = True
         self.set_custom_preprocess(_leave_inputs)
@@ -117,7 +118,7 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             has an empty one, and its reason beside it if its client can be told (`error_outputs`).
         """
         if not is_code2wav(self.vllm_config):
-            if getattr(kwargs.get("sampling_metadata"), "prompt_token_ids", None) is None:
+            if is_talker(self.vllm_config) and not _has_prompt_ids(kwargs.get("sampling_metadata")):
                 # Upstream's talker corrects the prompt ids that penalties look at, and dies where nobody asked for any.
                 kwargs["sampling_metadata"] = None
             return super().forward(
@@ -138,22 +139,30 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         errors: list[str | None] = []
         for index, count in enumerate(counts):
             buffer = information[index] if isinstance(information, list) and index < len(information) else {}
-            settings = RequestSettings.from_buffer(buffer)
-            codes = ids[starts[index] : starts[index] + count]
+            settings, out_of_memory = RequestSettings(), False
             try:
+                settings = RequestSettings.from_buffer(buffer)
+                codes = _codes_of_request(ids[starts[index] : starts[index] + count], buffer)
                 waveform, error = self._synthesize(codes, settings, buffer, voice_type), None
             except torch.AcceleratorError:
                 raise  # the device is lost, and every request with it
             except Exception as failure:
                 waveform, error = torch.zeros(0), _reason(failure)
                 self._note_failure(request_ids[index] if request_ids else str(index), count, failure)
+                out_of_memory = isinstance(failure, torch.OutOfMemoryError)
+            if out_of_memory:  # only now is what the failed solve held free, which must not fail the next one
+                torch.cuda.empty_cache()
             waveforms.append(waveform)
-            errors.append(error if settings.report_errors else None)
+            errors.append(error if self._can_report_errors and not settings.empty_on_error else None)
         return _audio_output(waveforms, errors)
 
     def talker_preprocess(self, input_ids: Tensor, input_embeds: Tensor, **info_dict: object) -> tuple:
         """On the talker: upstream's, with the voice of this request in place of the stage's one."""
         voice = RequestSettings.from_buffer(info_dict).voice
+        answer = info_dict.get("ids")
+        if isinstance(answer, Mapping) and not answer.get("output"):
+            # Upstream takes the first id of the answer, only to count it, and dies where there is none.
+            info_dict["ids"] = {**answer, "output": [FIRST_MARK]}
         if voice is None:
             return super().talker_preprocess(input_ids, input_embeds, **info_dict)
         stages_own = getattr(self, "voice_type", DEFAULT_SPEAKER)
@@ -206,8 +215,6 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             self.failed_requests,
             exc_info=None if isinstance(failure, (ValueError, torch.OutOfMemoryError)) else failure,
         )
-        if isinstance(failure, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()  # what the failed solve held must not fail the next one
 
     def get_dummy_runtime_additional_information(self, num_reqs: int) -> list[dict[str, bool]]:
         """What the engine passes as ``runtime_additional_information`` in its start-up run, and only there.
@@ -252,6 +259,22 @@ def _audio_output(waveforms: list[Tensor], errors: list[str | None] | None = Non
 
 def _leave_inputs(input_ids: Tensor, input_embeds: Tensor, **info_dict: object) -> tuple[Tensor, Tensor, dict]:
     return input_ids, input_embeds, {}
+
+
+def _has_prompt_ids(sampling_metadata: object) -> bool:
+    return getattr(sampling_metadata, "prompt_token_ids", None) is not None
+
+
+def _codes_of_request(ids: list[int], buffer: Mapping) -> list[int]:
+    """The codes to solve in this step for a request of which the step has `ids`.
+
+    The engine cuts a request in two where a step's requests exceed ``max_num_batched_tokens``. Such a one is solved
+    whole, from the codes in its buffer, in the step that has its last part, and gives no audio before.
+    """
+    before, length = buffer.get("_omni_num_computed_tokens", 0), buffer.get("_omni_prompt_len", len(ids))
+    if before + len(ids) < length:
+        return []
+    return list(map(int, buffer["codes"]["audio"])) if before else ids
 
 
 def _reason(failure: Exception) -> str:

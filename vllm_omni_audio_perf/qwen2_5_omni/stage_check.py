@@ -15,6 +15,7 @@ from vllm_omni_audio_perf.options import SECTION, OptionError, Token2WavOptions
 from vllm_omni_audio_perf.qwen2_5_omni import client_requests
 
 CODE2WAV = "code2wav"
+TALKER = "talker"
 SCHEDULER = "vllm_omni_audio_perf.scheduling.scheduler.AudioPerfGenerationScheduler"
 
 
@@ -26,7 +27,7 @@ class StageCheck(VerifyAndUpdateConfig):
         checked_options(vllm_config)
         if is_code2wav(vllm_config):
             compat.fail_requests_one_by_one(vllm_config, SCHEDULER)
-            client_requests.announce(vllm_config.model_config.model, vllm_config.model_config.revision)
+        client_requests.announce(vllm_config)
 
 
 def is_code2wav(vllm_config: Any) -> bool:
@@ -34,13 +35,21 @@ def is_code2wav(vllm_config: Any) -> bool:
     return _stage_of(vllm_config) == CODE2WAV
 
 
+def is_talker(vllm_config: Any) -> bool:
+    """Whether a stage's configuration is that of the talker."""
+    return _stage_of(vllm_config) == TALKER
+
+
 def checked_options(vllm_config: Any) -> Token2WavOptions:
     """The options of a stage of our architecture, all of whose settings are possible.
 
     Raises:
         ValueError: for an option that is unknown, not allowed or on a stage other than code2wav; for a tensor or
-            pipeline parallel size over 1 on code2wav; for a checkpoint without a Token2Wav.
+            pipeline parallel size over 1 on code2wav; for a checkpoint without a Token2Wav; for vLLM's second model
+            runner.
     """
+    if getattr(vllm_config.model_config, "use_v2_model_runner", False):
+        raise ValueError("model_runner is 'v2', which does not tell a stage of its requests' seeds; allowed: v1.")
     options = Token2WavOptions.from_additional_config(vllm_config.additional_config)
     if not is_code2wav(vllm_config):
         if isinstance(vllm_config.additional_config, Mapping) and SECTION in vllm_config.additional_config:

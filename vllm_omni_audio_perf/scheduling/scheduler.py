@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -18,6 +19,21 @@ class AudioPerfGenerationScheduler(OmniGenerationScheduler):
     Upstream asks for a request's decoded pooling output right before it decides how the request ends, and leaves one
     alone that has failed by then. A stage of ours has no pooling output, so this is where its failures are entered.
     """
+
+    _failed_requests: dict[str, str]
+    """Request id -> reason, of the step whose outputs are being taken in."""
+
+    def add_request(self, request: Request) -> None:
+        """Keep of the sampling parameters what such a stage reads, for it samples nothing.
+
+        vLLM-Omni checks those of the first stage alone; a token id that this stage's vocabulary has not would end it.
+        """
+        given = request.sampling_params
+        if given is not None:
+            request.sampling_params = SamplingParams(
+                temperature=0.0, seed=given.seed, max_tokens=given.max_tokens, extra_args=given.extra_args
+            )
+        super().add_request(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: OmniModelRunnerOutput
