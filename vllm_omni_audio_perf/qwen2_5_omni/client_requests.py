@@ -114,6 +114,7 @@ def _check_sampling_params(sampling_params_list: Any, engine: Any) -> None:
         RequestError: naming the stage and what is wrong.
     """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
 
     if not isinstance(sampling_params_list, list):
         return
@@ -125,7 +126,7 @@ def _check_sampling_params(sampling_params_list: Any, engine: Any) -> None:
             SamplingParams(**given).verify(
                 config.model_config, config.speculative_config, config.structured_outputs_config, None
             )
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise RequestError(f"sampling_params_list[{index}]: {error}") from error
 
 
