@@ -100,6 +100,7 @@ def parse_vllm_omni(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     from vllm_omni.entrypoints.cli import main, serve
 
     parsed: list[Any] = []
+    monkeypatch.setattr(serve.OmniServeCommand, "validate", lambda self, args: None)  # looks the model up on the hub
     monkeypatch.setattr(serve.OmniServeCommand, "cmd", staticmethod(parsed.append))
     monkeypatch.setattr(sys, "argv", ["vllm-omni", *arguments])
     main.main()
