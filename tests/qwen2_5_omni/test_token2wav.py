@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_omni_audio_perf.qwen2_5_omni import BlockSparseDiT, Token2Wav
+from vllm_omni_audio_perf.qwen2_5_omni import dit as dit_module
 
 MAX_REL_ERROR = 1e-5
 TRANSFORMERS_NOISE_FRAMES = 30_000  # transformers draws noise for this length and cuts it
@@ -53,6 +54,41 @@ def test_one_evaluation_equals_upstream(codes: int, upstream_token2wav: Any, voi
         ours = BlockSparseDiT(upstream_dit)
         actual = ours.evaluate(mel, time, ours.conditions(speaker, reference_mel, ids, guided=True))
     assert rel_error(actual, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("span_blocks", [1, 2, 5])
+@pytest.mark.parametrize("codes", [12, 13, 37, 61, 120])
+def test_any_spans_equal_upstream(
+    codes: int,
+    span_blocks: int,
+    vllm_omni_token2wav: Any,
+    voice: tuple[Tensor, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cut where blocks end, whether or not the last span is whole."""
+    monkeypatch.setattr(dit_module, "CPU_SPAN_BLOCKS", span_blocks)
+    upstream_dit = vllm_omni_token2wav.code2wav_dit_model
+    speaker, reference_mel = voice
+    ids = random_codes(codes).unsqueeze(0)
+    frames = 2 * codes
+    mel = torch.randn(1, frames, 80, generator=torch.Generator().manual_seed(7))
+    time = torch.tensor(0.3)
+    ours = BlockSparseDiT(upstream_dit)
+    assert len(ours._spans(mel)) == -(-frames // (24 * span_blocks))
+    with torch.inference_mode():
+        expected = upstream_dit(
+            hidden_states=mel,
+            condition_vector=reference_mel,
+            speaker_embedding=speaker.unsqueeze(1).repeat(1, frames, 1),
+            quantized_code=ids,
+            time_step=time,
+        )
+        actual = ours.evaluate(mel, time, ours.conditions(speaker, reference_mel, ids, guided=True))
+    assert rel_error(actual, expected) <= 1e-6
+
+
+def test_one_span_on_another_device(transformers_token2wav: Any) -> None:
+    assert as_ours(transformers_token2wav).dit._spans(torch.empty(1, 5000, 64, device="meta")) == [slice(0, 5000)]
 
 
 @pytest.mark.parametrize("codes", CODE_COUNTS)
