@@ -474,6 +474,15 @@ def test_a_checkpoint_without_token2wav_is_refused(qwen2_5_omni_checkpoint: Path
         checked_options(config)
 
 
+def test_vllms_second_runner_is_refused(qwen2_5_omni_checkpoint: Path) -> None:
+    from vllm_omni_audio_perf.qwen2_5_omni.stage_check import checked_options
+
+    config = stage_config(qwen2_5_omni_checkpoint)
+    config.model_config.use_v2_model_runner = True
+    with pytest.raises(ValueError, match=r"model_runner is 'v2'.*allowed: v1"):
+        checked_options(config)
+
+
 def test_other_stages_are_upstreams(qwen2_5_omni_checkpoint: Path) -> None:
     from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import Qwen2_5OmniForConditionalGeneration
 

@@ -66,8 +66,8 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         self._token2wav = Token2Wav(
             token2wav.code2wav_dit_model, token2wav.code2wav_bigvgan_model, max_mel_frames=options.max_mel_frames
         )
-        # Here and not with the weights, which some loaders copy in without calling `load_weights`.
         self._device = torch.device(vllm_config.device_config.device)
+        # Here and not with the weights, which some loaders copy in without calling `load_weights`.
         self._speakers = self._load_speakers(self._device)
         self._noise_source = options.noise
         self.failed_requests = 0

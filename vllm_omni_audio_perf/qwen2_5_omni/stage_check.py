@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a configuration of the Qwen2.5-Omni code2wav stage that cannot work, before any engine starts.
+"""Refuses a configuration of a Qwen2.5-Omni stage of ours that cannot work, before any engine starts.
 
-vLLM calls `StageCheck` for each stage of our architecture when it puts the stage's configuration together: in the main
-process of ``Omni(...)`` and of ``vllm-omni serve``, and again in the process of the stage.
+What passes gets our scheduler, and its requests are looked at from then on (`client_requests`). vLLM calls
+`StageCheck` for each stage of our architecture when it puts the stage's configuration together: in the main process of
+``Omni(...)`` and of ``vllm-omni serve``, and again in the process of the stage.
 """
 
 from collections.abc import Mapping
