@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_WRAPPED = "_audio_perf_wraps"
+_WRAPPERS = "_audio_perf_wrappers"
 
 
 def log_through_vllm(package: str) -> None:
@@ -45,7 +45,22 @@ def wrap_qwen2_5_omni_stage_inputs(*, talker: Callable[[Any], Any], code2wav: Ca
     _wrap(processors, "talker2code2wav_token_only", code2wav)
 
 
-def wrap_where_requests_come_in(*, generate: Callable[[Any], Any], preprocess_chat: Callable[[Any], Any]) -> None:
+def wrap_mimo_audio_stage_inputs(
+    *, chunk: Callable[[Any], Any], full: Callable[[Any], Any], token_only: Callable[[Any], Any]
+) -> None:
+    """Wrap the functions that hand MiMo-Audio's codes from the talker to code2wav.
+
+    For the same reason as those of Qwen2.5-Omni (vLLM-Omni 0.30.0).
+    """
+    processors = importlib.import_module("vllm_omni.model_executor.stage_input_processors.mimo_audio")
+    _wrap(processors, "llm2code2wav_async_chunk", chunk)
+    _wrap(processors, "llm2code2wav_full_payload", full)
+    _wrap(processors, "llm2code2wav_token_only", token_only)
+
+
+def wrap_where_requests_come_in(
+    *, generate: Callable[[Any], Any], preprocess_chat: Callable[[Any], Any] | None = None
+) -> None:
     """Wrap ``Omni.generate`` and the chat server's ``_preprocess_chat``, where this process has them.
 
     vLLM-Omni 0.30.0 reads neither ``audio.voice`` nor, past the thinker, ``seed``, knows no list of Qwen2.5-Omni's
@@ -56,7 +71,7 @@ def wrap_where_requests_come_in(*, generate: Callable[[Any], Any], preprocess_ch
         ("vllm_omni.entrypoints.omni", "Omni", "generate", generate),
         ("vllm_omni.entrypoints.openai.serving_chat", "OmniOpenAIServingChat", "_preprocess_chat", preprocess_chat),
     ):
-        if module in sys.modules:
+        if module in sys.modules and wrapper is not None:
             _wrap(getattr(sys.modules[module], owner), method, wrapper)
 
 
@@ -76,11 +91,12 @@ def fail_requests_one_by_one(vllm_config: Any, scheduler: str) -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace an attribute by what `wrapper` makes of it, once."""
+    """Replace an attribute by what `wrapper` makes of it, once for each wrapper."""
     current = getattr(owner, name)
-    if not hasattr(current, _WRAPPED):
+    wrappers = getattr(current, _WRAPPERS, ())
+    if wrapper not in wrappers:
         replacement = wrapper(current)
-        setattr(replacement, _WRAPPED, current)
+        setattr(replacement, _WRAPPERS, (*wrappers, wrapper))
         setattr(owner, name, replacement)
 
 

@@ -26,8 +26,26 @@ class OptionError(ValueError):
     """An option is unknown or has a value that is not allowed. The message names both and what is allowed."""
 
 
+class StageOptions:
+    """The options of one stage. Subclasses are frozen dataclasses that check their values."""
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> Self:
+        """Read the options of one stage.
+
+        Args:
+            additional_config: ``vllm_config.additional_config`` of the stage. Keys beside ``audio_perf`` belong to
+                others and are left alone, unless one is evidently a misspelling of it.
+
+        Raises:
+            OptionError: for an unknown option, a value that is not allowed, or a misspelt section.
+        """
+        allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return cls(**_section(additional_config, allowed))
+
+
 @dataclass(frozen=True, kw_only=True)
-class Token2WavOptions:
+class Token2WavOptions(StageOptions):
     """Options of the Qwen2.5-Omni code2wav stage."""
 
     max_mel_frames: int = 30_000
@@ -45,18 +63,32 @@ class Token2WavOptions:
         if self.noise not in NOISE_SOURCES:
             raise OptionError(f"{SECTION}.noise is {self.noise!r}; allowed: {', '.join(NOISE_SOURCES)}.")
 
-    @classmethod
-    def from_additional_config(cls, additional_config: object) -> Self:
-        """Read the options of one stage.
 
-        Args:
-            additional_config: ``vllm_config.additional_config`` of the stage. Keys beside ``audio_perf`` belong to
-                others and are left alone, unless one is evidently a misspelling of it.
+@dataclass(frozen=True, kw_only=True)
+class MiMoAudioOptions(StageOptions):
+    """Options of the MiMo-Audio code2wav stage. How it streams stands in the connector (`mimo_audio.streaming`)."""
 
-        Raises:
-            OptionError: for an unknown option, a value that is not allowed, or a misspelt section.
-        """
-        return cls(**_section(additional_config, [field.name for field in dataclasses.fields(cls)]))
+    cuda_graphs: bool = True
+    """Whether decodes are captured in CUDA graphs at start, on a GPU. ``MIMO_AUDIO_TOKENIZER_CUDA_GRAPH=0`` in the
+    environment switches them off, too."""
+
+    graph_seconds: int = 120
+    """Longest time that capturing takes, in seconds; shapes that are left then are decoded without a graph."""
+
+    graph_memory_mib: int = 2048
+    """Most memory that graphs take, in MiB, within what ``gpu_memory_utilization`` leaves to the stage."""
+
+    flash_attention: bool = False
+    """Whether decodes without a graph use flash-attn, which must be installed, on a GPU and in half precision."""
+
+    def __post_init__(self) -> None:
+        for name in ("cuda_graphs", "flash_attention"):
+            if type(getattr(self, name)) is not bool:
+                raise OptionError(f"{SECTION}.{name} is {getattr(self, name)!r}; allowed: true, false.")
+        for name in ("graph_seconds", "graph_memory_mib"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: a whole number of at least 1.")
 
 
 def _section(additional_config: object, allowed: list[str]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import pytest
 
 from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
 from vllm_omni_audio_perf.qwen2_5_omni import client_requests
-from vllm_omni_audio_perf.qwen2_5_omni.request_settings import EMPTY_ON_ERROR, RequestError
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestError
+from vllm_omni_audio_perf.scheduling.offline import EMPTY_ON_ERROR
 
 UNKNOWN = r"There is no voice 'alloy'; this checkpoint has: Chelsie, Ethan\."
 

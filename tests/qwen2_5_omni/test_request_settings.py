@@ -3,7 +3,8 @@
 
 import pytest
 
-from vllm_omni_audio_perf.qwen2_5_omni.request_settings import EMPTY_ON_ERROR, RequestError, RequestSettings
+from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestError, RequestSettings
+from vllm_omni_audio_perf.scheduling.offline import EMPTY_ON_ERROR
 
 VOICES = ("Chelsie", "Ethan")
 

@@ -5,19 +5,19 @@ Acts on engines that have a stage of ours, and on no others.
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from vllm_omni_audio_perf import compat
 from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
 from vllm_omni_audio_perf.qwen2_5_omni.request_settings import (
-    EMPTY_ON_ERROR,
     RequestError,
     RequestSettings,
     checked_seed,
     checked_voice,
 )
 from vllm_omni_audio_perf.qwen2_5_omni.speaker_file import voice_names
+from vllm_omni_audio_perf.scheduling.offline import prompts_of, wish_empty_on_error
 
 _voices: dict[str, tuple[str, ...]] = {}
 """For each model of which this process has a stage of ours the names of its voices, read at start and never again."""
@@ -48,14 +48,13 @@ def check_prompts_first(generate: Callable[..., Any]) -> Callable[..., Any]:
         voices = _voices_of(omni.engine)
         if voices is None:
             return generate(omni, prompts, *args, **kwargs)
-        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-        listed = list(prompts) if several else [prompts]
+        listed = prompts_of(prompts)
         for index, prompt in enumerate(listed):
             try:
                 RequestSettings.from_prompt(prompt, voices)
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from None
-        return generate(omni, [_empty_on_error(prompt) for prompt in listed], *args, **kwargs)
+        return generate(omni, [wish_empty_on_error(prompt) for prompt in listed], *args, **kwargs)
 
     return checked
 
@@ -128,13 +127,3 @@ def _check_sampling_params(sampling_params_list: Any, engine: Any) -> None:
             )
         except (VLLMClientError, ValueError, TypeError) as error:
             raise RequestError(f"sampling_params_list[{index}]: {error}") from error
-
-
-def _empty_on_error(prompt: Any) -> Any:
-    """The prompt with the wish to end with empty audio where it fails."""
-    if isinstance(prompt, str):
-        prompt = {"prompt": prompt}
-    if not isinstance(prompt, Mapping):
-        return prompt
-    information = prompt.get("additional_information") or {}
-    return {**prompt, "additional_information": {**information, EMPTY_ON_ERROR: [True]}}

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from vllm_omni_audio_perf.scheduling.offline import wishes_empty_on_error
+
 BUFFER_KEY = "audio_perf"
 """Where the settings stand in a request's ``model_intermediate_buffer``."""
-
-EMPTY_ON_ERROR = "audio_perf_empty_on_error"
-"""Key of a prompt's ``additional_information``: end with empty audio, not with an error, where the request fails."""
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
@@ -54,7 +53,7 @@ class RequestSettings:
         return cls(
             voice=checked_voice(_single(information.get("speaker")), voices),
             seed=checked_seed(_single(information.get("seed"))),
-            empty_on_error=bool(_single(information.get(EMPTY_ON_ERROR))),
+            empty_on_error=wishes_empty_on_error(information),
         )
 
     @classmethod

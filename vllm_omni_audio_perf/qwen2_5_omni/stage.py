@@ -9,7 +9,6 @@ talker, the same line makes upstream's talker speak with the voice of each reque
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,12 +33,21 @@ from vllm_omni_audio_perf.qwen2_5_omni.speakers import (
 )
 from vllm_omni_audio_perf.qwen2_5_omni.stage_check import SCHEDULER, checked_options, is_code2wav, is_talker
 from vllm_omni_audio_perf.qwen2_5_omni.token2wav import Token2Wav
-from vllm_omni_audio_perf.scheduling.request_errors import error_outputs
+from vllm_omni_audio_perf.scheduling.steps import (
+    audio_output,
+    buffers_of_requests,
+    ids_of_requests,
+    is_cut,
+    is_last_part,
+    is_start_up_run,
+    leave_inputs,
+    reason_of,
+    start_up_information,
+)
 
 logger = init_logger(__name__)
 
 WEIGHT_PREFIX = "token2wav"
-START_UP_RUN = "audio_perf_start_up_run"
 
 
 class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
@@ -75,7 +83,7 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         self._can_report_errors = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
         # Only for this does the engine note the seed of a request's sampling parameters, as `_omni_seed`.
         self.has_preprocess = True
-        self.set_custom_preprocess(_leave_inputs)
+        self.set_custom_preprocess(leave_inputs)
         logger.info("code2wav stage: %s, block-sparse Token2Wav, %s", type(self).__name__, options)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -125,36 +133,31 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
                 input_ids, positions, intermediate_tensors, inputs_embeds, voice_type=voice_type, **kwargs
             )
         information = kwargs.get("runtime_additional_information")
-        if self._is_start_up_run(information) or input_ids is None:
+        if is_start_up_run(information) or input_ids is None:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
             self._token2wav.evaluate_once(tokens.shape[0], *self._speakers[DEFAULT_SPEAKER])
-            return _audio_output([torch.zeros(0)] * len(seq_token_counts or [1]))
-        counts = seq_token_counts if seq_token_counts is not None else [input_ids.shape[0]]
-        ids = input_ids.tolist()  # the one read-back of a step, before any of its work
-        if sum(counts) > len(ids):
-            raise ValueError(f"The requests of a step have {sum(counts)} codes, but there are {len(ids)} input ids.")
-        starts = [0, *accumulate(counts)]
+            return audio_output([torch.zeros(0)] * len(seq_token_counts or [1]))
+        ids_of = ids_of_requests(input_ids, seq_token_counts)  # the one read-back of a step, before any of its work
         waveforms: list[Tensor] = []
         errors: list[str | None] = []
-        for index, count in enumerate(counts):
-            buffer = information[index] if isinstance(information, list) and index < len(information) else {}
+        for index, (ids, buffer) in enumerate(zip(ids_of, buffers_of_requests(information, len(ids_of)), strict=True)):
             settings, out_of_memory = RequestSettings(), False
             try:
                 settings = RequestSettings.from_buffer(buffer)
-                codes = _codes_of_request(ids[starts[index] : starts[index] + count], buffer)
+                codes = _codes_of_request(ids, buffer)
                 waveform, error = self._synthesize(codes, settings, buffer, voice_type), None
             except torch.AcceleratorError:
                 raise  # the device is lost, and every request with it
             except Exception as failure:
-                waveform, error = torch.zeros(0), _reason(failure)
-                self._note_failure(request_ids[index] if request_ids else str(index), count, failure)
+                waveform, error = torch.zeros(0), reason_of(failure)
+                self._note_failure(request_ids[index] if request_ids else str(index), len(ids), failure)
                 out_of_memory = isinstance(failure, torch.OutOfMemoryError)
             if out_of_memory:  # only now is what the failed solve held free, which must not fail the next one
                 torch.cuda.empty_cache()
             waveforms.append(waveform)
             errors.append(error if self._can_report_errors and not settings.empty_on_error else None)
-        return _audio_output(waveforms, errors)
+        return audio_output(waveforms, errors)
 
     def talker_preprocess(self, input_ids: Tensor, input_embeds: Tensor, **info_dict: object) -> tuple:
         """On the talker: upstream's, with the voice of this request in place of the stage's one."""
@@ -211,7 +214,7 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             "Request %s of %d codes failed: %s. Others go on; failed on this stage so far: %d.",
             request_id,
             codes,
-            _reason(failure),
+            reason_of(failure),
             self.failed_requests,
             exc_info=None if isinstance(failure, (ValueError, torch.OutOfMemoryError)) else failure,
         )
@@ -222,12 +225,7 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         vLLM's second runner, which this pipeline does not declare, does not ask: its start-up run is a whole solve, as
         in stock.
         """
-        return [{START_UP_RUN: True} for _ in range(num_reqs)]
-
-    def _is_start_up_run(self, information: object) -> bool:
-        if not isinstance(information, list):
-            return False
-        return any(isinstance(request, Mapping) and START_UP_RUN in request for request in information)
+        return start_up_information(num_reqs)
 
     def _load_speakers(self, device: torch.device) -> dict[str, Speaker]:
         dummy_weights = self.vllm_config.load_config.load_format == "dummy"
@@ -251,16 +249,6 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         return speakers
 
 
-def _audio_output(waveforms: list[Tensor], errors: list[str | None] | None = None) -> OmniOutput:
-    return OmniOutput(
-        text_hidden_states=None, multimodal_outputs={"model_outputs": waveforms} | error_outputs(errors or [])
-    )
-
-
-def _leave_inputs(input_ids: Tensor, input_embeds: Tensor, **info_dict: object) -> tuple[Tensor, Tensor, dict]:
-    return input_ids, input_embeds, {}
-
-
 def _has_prompt_ids(sampling_metadata: object) -> bool:
     return getattr(sampling_metadata, "prompt_token_ids", None) is not None
 
@@ -268,19 +256,12 @@ def _has_prompt_ids(sampling_metadata: object) -> bool:
 def _codes_of_request(ids: list[int], buffer: Mapping) -> list[int]:
     """The codes to solve in this step for a request of which the step has `ids`.
 
-    The engine cuts a request in two where a step's requests exceed ``max_num_batched_tokens``. Such a one is solved
-    whole, from the codes in its buffer, in the step that has its last part, and gives no audio before.
+    A request that the engine cut in two is solved whole, from the codes in its buffer, in the step that has its last
+    part, and gives no audio before.
     """
-    before, length = buffer.get("_omni_num_computed_tokens", 0), buffer.get("_omni_prompt_len", len(ids))
-    if before + len(ids) < length:
+    if is_cut(ids, buffer):
         return []
-    return list(map(int, buffer["codes"]["audio"])) if before else ids
-
-
-def _reason(failure: Exception) -> str:
-    """What went wrong, in one line."""
-    text = str(failure).splitlines()[0] if str(failure) else ""
-    return text if isinstance(failure, ValueError) and text else f"{type(failure).__name__}: {text}"
+    return list(map(int, buffer["codes"]["audio"])) if is_last_part(buffer) else ids
 
 
 @contextmanager
