@@ -17,3 +17,11 @@ def qwen2_5_omni_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vllm_omni_audio_perf.testing.qwen2_5_omni_checkpoint import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "qwen2_5_omni")
+
+
+@pytest.fixture(scope="session")
+def mimo_audio_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A generated MiMo-Audio checkpoint, the tokenizer in its folder `audio_tokenizer`. Read only: tests share it."""
+    from vllm_omni_audio_perf.testing.mimo_audio_checkpoint import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "mimo_audio")

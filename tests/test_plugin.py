@@ -30,7 +30,7 @@ print(json.dumps({
     "ours": [name for name, *_ in ARCHITECTURES],
     "registries": [
         {name: f"{model.module_name}:{model.class_name}" for name, model in registry.models.items()
-         if name.startswith("AudioPerf") or name == "Qwen2_5OmniForConditionalGeneration"}
+         if name.startswith("AudioPerf") or name in ("Qwen2_5OmniForConditionalGeneration", "MiMoAudioModel")}
         for registry in (ModelRegistry, OmniModelRegistry)
     ],
     "classes": [OmniModelRegistry.models[name].load_model_cls().__name__ for name, *_ in ARCHITECTURES],
@@ -64,13 +64,14 @@ def test_both_registries_know_every_architecture(worker: dict) -> None:
 
 
 def test_architectures_load(worker: dict) -> None:
-    assert worker["classes"] == ["AudioPerfQwen2_5Omni"]
-    assert worker["checks"] == ["StageCheck"]
+    assert worker["classes"] == ["AudioPerfQwen2_5Omni", "AudioPerfMiMoAudio"]
+    assert worker["checks"] == ["StageCheck", "StageCheck"]
 
 
 def test_stock_architectures_stay_stock(worker: dict) -> None:
     for registry in worker["registries"]:
-        assert registry["Qwen2_5OmniForConditionalGeneration"].startswith("vllm_omni.")
+        for name in ("Qwen2_5OmniForConditionalGeneration", "MiMoAudioModel"):
+            assert registry[name].startswith("vllm_omni.")
 
 
 def test_plain_vllm_keeps_its_way_of_starting(worker: dict) -> None:
@@ -109,6 +110,7 @@ def test_ops_and_cores_import_without_vllm() -> None:
     program = (
         "import sys; sys.modules['vllm'] = sys.modules['vllm_omni'] = None;"
         "import vllm_omni_audio_perf.ops, vllm_omni_audio_perf.qwen2_5_omni, vllm_omni_audio_perf.options,"
-        " vllm_omni_audio_perf.testing.upstream"
+        " vllm_omni_audio_perf.graphs, vllm_omni_audio_perf.mimo_audio, vllm_omni_audio_perf.mimo_audio.batch_decoder,"
+        " vllm_omni_audio_perf.mimo_audio.stage_inputs, vllm_omni_audio_perf.testing.upstream"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

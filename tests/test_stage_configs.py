@@ -11,13 +11,17 @@ pytest.importorskip("vllm_omni")
 
 from vllm_omni.config import stage_config as upstream
 from vllm_omni.engine.stage_init_utils import split_devices_for_replicas
+from vllm_omni.model_executor.models.mimo_audio.pipeline import MIMO_AUDIO_PIPELINE
 from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import QWEN2_5_OMNI_PIPELINE
 
-from vllm_omni_audio_perf.options import Token2WavOptions
-from vllm_omni_audio_perf.plugin import QWEN2_5_OMNI
+from vllm_omni_audio_perf.architectures import MIMO_AUDIO, QWEN2_5_OMNI
+from vllm_omni_audio_perf.mimo_audio.stage_inputs import asks_for_ours
+from vllm_omni_audio_perf.mimo_audio.streaming import StreamSettings, check_left_context
+from vllm_omni_audio_perf.options import MiMoAudioOptions, Token2WavOptions
 from vllm_omni_audio_perf.stage_configs_index import list_stage_configs, stage_config_path
 
 QWEN2_5_OMNI_CONFIGS = [name for name, _ in list_stage_configs() if name.startswith("qwen2_5_omni")]
+MIMO_AUDIO_CONFIGS = [name for name, _ in list_stage_configs() if name.startswith("mimo_audio")]
 MAX_MODEL_LEN = 32_768  # of Qwen2.5-Omni-7B
 SECONDS_A_CODE = 0.02
 FRAMES_A_CODE = 2
@@ -28,12 +32,13 @@ def merged(name: str, monkeypatch: pytest.MonkeyPatch, *, gpu: bool) -> list[Any
     deploy = upstream.load_deploy_config(stage_config_path(name))
     if gpu:
         monkeypatch.setattr(upstream, "_apply_platform_overrides", lambda deploy: deploy)
-    return upstream.merge_pipeline_deploy(QWEN2_5_OMNI_PIPELINE, deploy)
+    pipeline = MIMO_AUDIO_PIPELINE if name in MIMO_AUDIO_CONFIGS else QWEN2_5_OMNI_PIPELINE
+    return upstream.merge_pipeline_deploy(pipeline, deploy)
 
 
 def test_every_shipped_stage_config_is_tested() -> None:
-    assert [name for name, _ in list_stage_configs()] == QWEN2_5_OMNI_CONFIGS
-    assert len(QWEN2_5_OMNI_CONFIGS) == 3
+    assert [name for name, _ in list_stage_configs()] == MIMO_AUDIO_CONFIGS + QWEN2_5_OMNI_CONFIGS
+    assert len(QWEN2_5_OMNI_CONFIGS) == len(MIMO_AUDIO_CONFIGS) == 3
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -91,3 +96,45 @@ def test_replicas_draw_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert code2wav.yaml_runtime["num_replicas"] == 2
     assert code2wav.yaml_extras["default_sampling_params"]["seed"] is None
     assert merged("qwen2_5_omni", monkeypatch, gpu=True)[2].yaml_extras["default_sampling_params"]["seed"] == 42
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("name", MIMO_AUDIO_CONFIGS)
+def test_mimo_audio_selects_our_stage_with_valid_options(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    talker, code2wav = merged(name, monkeypatch, gpu=gpu)
+    assert talker.yaml_engine_args["model_arch"] == MIMO_AUDIO_PIPELINE.model_arch
+    assert code2wav.yaml_engine_args["model_arch"] == MIMO_AUDIO
+    section = code2wav.yaml_engine_args["additional_config"]["audio_perf"]
+    options = MiMoAudioOptions.from_additional_config({"audio_perf": section})
+    assert dataclasses.asdict(options) == section  # each option stands there, for people to find
+    assert "additional_config" not in talker.yaml_engine_args
+    streamed = name != "mimo_audio_high_throughput"
+    assert [bool(stage.yaml_engine_args.get("async_chunk")) for stage in (talker, code2wav)] == [streamed] * 2
+    shares = [stage.yaml_engine_args["gpu_memory_utilization"] for stage in (talker, code2wav)]
+    assert sum(shares) < 0.96
+    if not gpu:
+        assert shares == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("name", MIMO_AUDIO_CONFIGS)
+def test_mimo_audio_is_cut_with_enough_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks of a step fit into it, no layer of the vocoder sees less than it looks at, and no warning is given."""
+    _, code2wav = merged(name, monkeypatch, gpu=True)
+    connector = upstream.load_deploy_config(stage_config_path(name)).connectors["connector_of_shared_memory"]
+    assert asks_for_ours(connector["extra"])
+    settings = StreamSettings.from_connector(connector["extra"])
+    assert check_left_context(settings, left_window=40, right_window=10, layers=16, frames_per_group=16) is None
+    ids = (settings.left_context + settings.chunk + settings.right_context) * 36
+    engine = code2wav.yaml_engine_args
+    if engine.get("async_chunk"):
+        assert engine["max_num_batched_tokens"] >= engine["max_num_seqs"] * ids
+        assert engine["max_model_len"] >= ids
+    assert settings.boundary_after(0) == 3  # the first audio does not wait for a whole chunk
+    assert (settings.chunk == 3) == (name == "mimo_audio_low_latency")
+
+
+@pytest.mark.parametrize("name", MIMO_AUDIO_CONFIGS)
+def test_mimo_audio_states_the_longest_audio(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    talker, _ = merged(name, monkeypatch, gpu=True)
+    text = re.sub(r"\n#\s*", " ", stage_config_path(name).read_text(encoding="utf-8"))
+    assert f"Longest audio: {talker.yaml_engine_args['max_model_len'] * 0.16:.2f} s" in text

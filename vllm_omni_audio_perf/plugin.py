@@ -8,7 +8,7 @@ core and each worker. It may run several times in one process.
 import logging
 
 from vllm_omni_audio_perf import compat
-from vllm_omni_audio_perf.architectures import QWEN2_5_OMNI
+from vllm_omni_audio_perf.architectures import MIMO_AUDIO, QWEN2_5_OMNI
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,11 @@ ARCHITECTURES: tuple[tuple[str, str, str], ...] = (
         f"{_PACKAGE}.qwen2_5_omni.stage:AudioPerfQwen2_5Omni",
         f"{_PACKAGE}.qwen2_5_omni.stage_check:StageCheck",
     ),
+    (
+        MIMO_AUDIO,
+        f"{_PACKAGE}.mimo_audio.stage:AudioPerfMiMoAudio",
+        f"{_PACKAGE}.mimo_audio.stage_check:StageCheck",
+    ),
 )
 
 
@@ -29,8 +34,8 @@ def register() -> None:
     """Make every architecture of `ARCHITECTURES` known to vLLM and vLLM-Omni. Selects none of them.
 
     Both registries need each name: a plain vLLM ``ModelConfig`` validates the architecture first, and vLLM-Omni builds
-    the stage from its own registry. The functions that make the inputs of Qwen2.5-Omni's stages are wrapped, too; for a
-    stage that is not ours the result is upstream's.
+    the stage from its own registry. The functions that make the inputs of the stages are wrapped, too; for a stage that
+    is not ours, and for a connector that does not ask for ours, the result is upstream's.
 
     Raises:
         ImportError: if vLLM or vLLM-Omni cannot be imported.
@@ -48,6 +53,11 @@ def register() -> None:
         from vllm_omni_audio_perf.qwen2_5_omni import stage_inputs
 
         compat.wrap_qwen2_5_omni_stage_inputs(talker=stage_inputs.talker_inputs, code2wav=stage_inputs.code2wav_inputs)
+        from vllm_omni_audio_perf.mimo_audio import stage_inputs as mimo_audio
+
+        compat.wrap_mimo_audio_stage_inputs(
+            chunk=mimo_audio.chunk_payload, full=mimo_audio.full_payload, token_only=mimo_audio.token_only_inputs
+        )
     except Exception:
         logger.exception("vllm-omni-audio-perf could not register its architectures")
         raise

@@ -59,3 +59,16 @@ def server(
     finally:
         server.kill()
         print(server.log[-30_000:])  # shown by pytest when a test fails
+
+
+@pytest.fixture(scope="session")
+def mimo_audio_server(tmp_path_factory: pytest.TempPathFactory, mimo_audio_checkpoint: Path) -> Iterator[Server]:
+    """`vllm-omni serve` with MiMo-Audio's shipped stage config of short chunks, four requests at a time."""
+    folder = tmp_path_factory.mktemp("mimo_audio_server")
+    server = Server(folder, mimo_audio_checkpoint, stage_config_path("mimo_audio_low_latency"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        print(server.log[-30_000:])  # shown by pytest when a test fails

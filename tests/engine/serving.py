@@ -57,7 +57,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=plugin_environment(folder),
+                env=plugin_environment(folder) | {"MIMO_AUDIO_TOKENIZER_PATH": f"{model}/audio_tokenizer"},
                 start_new_session=True,
             )
 

@@ -3,12 +3,13 @@
 
 import argparse
 import importlib
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 # Model names, each with the module of `vllm_omni_audio_perf.testing` that makes it.
-_MODELS = {"qwen2_5_omni": "qwen2_5_omni_checkpoint"}
+_MODELS = {"mimo_audio": "mimo_audio_checkpoint", "qwen2_5_omni": "qwen2_5_omni_checkpoint"}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,15 +27,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--token2wav",
         choices=["tiny", "real"],
-        default="tiny",
-        help="size of the DiT and the vocoder: tiny (95 MB in all), or as in the real model (1.9 GB) (default: tiny)",
+        help="size of the DiT and the vocoder of qwen2_5_omni: tiny (95 MB in all), or as in the real model (1.9 GB) "
+        "(default: tiny)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint, with a progress bar on stderr, and print its folder."""
+    """Write the checkpoint, with a progress bar on stderr, and print its folder; on stderr, what it needs to run.
+
+    Raises:
+        ValueError: an option that the model does not have.
+    """
+    if args.token2wav is not None and args.model != "qwen2_5_omni":
+        raise ValueError(f"--token2wav is an option of qwen2_5_omni; {args.model} does not have it")
+    options = {} if args.token2wav is None else {"token2wav": args.token2wav}
     module = importlib.import_module(f"vllm_omni_audio_perf.testing.{_MODELS[args.model]}")  # torch: takes seconds
     with tqdm(total=len(module.STEPS), unit="step") as bar:
 
@@ -43,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
             bar.update(module.STEPS.index(step) - bar.n)
             bar.refresh()
 
-        path = module.make_checkpoint(args.dir, token2wav=args.token2wav, seed=args.seed, progress=show)
+        path = module.make_checkpoint(args.dir, seed=args.seed, progress=show, **options)
         bar.update(len(module.STEPS) - bar.n)
     print(path)
+    if hasattr(module, "usage"):
+        print(f"Before use: {module.usage(path)}", file=sys.stderr)
     return 0

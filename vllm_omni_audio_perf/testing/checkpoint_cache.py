@@ -5,7 +5,8 @@ import hashlib
 import inspect
 import os
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -24,18 +25,32 @@ def cached_qwen2_5_omni_checkpoint(token2wav: Literal["tiny", "real"] = "tiny") 
     Raises:
         ValueError: for another `token2wav`.
     """
-    from vllm_omni_audio_perf.testing import byte_tokenizer, qwen2_5_omni_checkpoint
+    from vllm_omni_audio_perf.testing import qwen2_5_omni_checkpoint
+
+    return _cached(f"qwen2_5_omni-{token2wav}", qwen2_5_omni_checkpoint, token2wav=token2wav)
+
+
+def cached_mimo_audio_checkpoint() -> Path:
+    """The folder of a random MiMo-Audio checkpoint, made on first use with a progress bar."""
+    from vllm_omni_audio_perf.testing import mimo_audio_checkpoint
+
+    return _cached("mimo_audio", mimo_audio_checkpoint)
+
+
+def _cached(name: str, generator: ModuleType, **arguments: Any) -> Path:
+    """The folder in the cache that a generator module makes with these arguments."""
+    from vllm_omni_audio_perf.testing import byte_tokenizer, checkpoint_writing
 
     # Named after its generator, so that a changed generator is not served an old checkpoint.
-    sources = "".join(inspect.getsource(module) for module in (byte_tokenizer, qwen2_5_omni_checkpoint))
-    path = cache_folder() / f"qwen2_5_omni-{token2wav}-{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
+    sources = "".join(inspect.getsource(module) for module in (byte_tokenizer, checkpoint_writing, generator))
+    path = cache_folder() / f"{name}-{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
     if not path.is_dir():
-        with tqdm(total=len(qwen2_5_omni_checkpoint.STEPS), desc=f"Generating {path}", unit="step") as bar:
+        with tqdm(total=len(generator.STEPS), desc=f"Generating {path}", unit="step") as bar:
 
             def advance(step: str) -> None:
                 bar.update(bool(bar.postfix))  # a step is done when the next one begins
                 bar.set_postfix_str(step)
 
-            qwen2_5_omni_checkpoint.make_checkpoint(path, token2wav=token2wav, progress=advance)
+            generator.make_checkpoint(path, progress=advance, **arguments)
             bar.update()
     return path

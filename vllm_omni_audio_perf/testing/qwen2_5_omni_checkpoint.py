@@ -14,11 +14,8 @@ the first layer looks back through a window of relative positions. The head repo
 and the logit of the token that ends the reply falls with that report.
 """
 
-import hashlib
-import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +24,6 @@ from typing import Any, Literal, get_args
 
 import torch
 import transformers
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
     Qwen2_5OmniBigVGANConfig,
     Qwen2_5OmniConfig,
@@ -41,6 +36,13 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 
 from vllm_omni_audio_perf.testing.byte_tokenizer import PRINTABLE_IDS, save_byte_tokenizer
+from vllm_omni_audio_perf.testing.checkpoint_writing import (
+    MARKER_FILE,
+    normal,
+    replaced_folder,
+    save_weights,
+    write_json,
+)
 
 __all__ = ["MARKER_FILE", "STEPS", "Token2WavSize", "make_checkpoint", "make_config"]
 
@@ -49,9 +51,6 @@ _Weights = dict[str, torch.Tensor]
 
 # What `make_checkpoint` reports to its `progress` argument, in this order.
 STEPS = ("configuration", "thinker and talker", "token2wav", "safetensors", "tokenizer", "speakers")
-
-# Says that this module made the folder, and with which arguments; the real repository has no such file.
-MARKER_FILE = "random_checkpoint.json"
 
 # --------------------------------------------------------------------------------------------------------------------
 # Tokens. Ids and texts are those of the real tokenizer; vLLM-Omni hard-codes several of them.
@@ -296,7 +295,7 @@ _SNAKE_STD = 0.2  # alpha and beta are logarithms
 
 def _random_tensor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Return the random start of a parameter, float32."""
-    noise = _normal(name, shape, seed)
+    noise = normal(name, shape, seed)
     if name.endswith((".alpha", ".beta")):
         return noise.mul_(_SNAKE_STD)
     if name.endswith(".bias"):
@@ -307,16 +306,6 @@ def _random_tensor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
         return noise
     gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
     return noise.mul_(gain / math.sqrt(math.prod(shape[1:])))
-
-
-def _normal(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Return standard normal numbers that depend on nothing but the arguments.
-
-    Each tensor has its own generator, so that none depends on which others there are, or on their order.
-    """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -590,7 +579,7 @@ def _level_db(weights: _Weights, config: Qwen2_5OmniBigVGANConfig, seed: int) ->
     headroom_db = 60.0  # the model clips at full scale
     state["conv_post.weight"] = state["conv_post.weight"] * 10 ** (-headroom_db / 20)
     vocoder.load_state_dict(state, assign=True)
-    mel = _mean_mel(config.mel_dim)[:, None] + _MEL_STD * _normal("probe", (1, config.mel_dim, _PROBE_FRAMES), seed)
+    mel = _mean_mel(config.mel_dim)[:, None] + _MEL_STD * normal("probe", (1, config.mel_dim, _PROBE_FRAMES), seed)
     return 10 * math.log10(vocoder(mel).square().mean().item()) + headroom_db
 
 
@@ -634,37 +623,17 @@ def make_checkpoint(
     """
     _check_token2wav(token2wav)
     target = Path(path)
-    _check_replaceable(target)
-
-    resolved = target.resolve()  # replaces what a link points to, not the link
-    resolved.parent.mkdir(parents=True, exist_ok=True)
-    partial = resolved.with_name(f".{resolved.name}.partial-{os.getpid()}")  # a sibling can be renamed into place
-    partial.mkdir()
-    try:
-        with _quiet_transformers():
-            _write(partial, token2wav, seed, progress or (lambda step: None))
-        _replace(resolved, partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with replaced_folder(target) as directory, _quiet_transformers():
+        _write(directory, token2wav, seed, progress or (lambda step: None))
     return target
-
-
-def _check_replaceable(target: Path) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise FileExistsError(f"{target} exists and is not a folder")
-    if any(target.iterdir()) and not (target / MARKER_FILE).is_file():
-        raise FileExistsError(f"{target} holds other files and no random checkpoint (no {MARKER_FILE}): not replaced")
 
 
 def _write(directory: Path, token2wav: Token2WavSize, seed: int, report: Callable[[str], None]) -> None:
     report("configuration")
     config = make_config(token2wav)
-    _write_json(directory / "config.json", config.to_dict())
+    write_json(directory / "config.json", config.to_dict())
     generation = {"eos_token_id": [_TEXT_END, _TEXT_PAD], "pad_token_id": _TEXT_PAD, "do_sample": False}
-    _write_json(directory / "generation_config.json", generation)
+    write_json(directory / "generation_config.json", generation)
     with torch.device("meta"):
         model = Qwen2_5OmniForConditionalGeneration(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -674,7 +643,7 @@ def _write(directory: Path, token2wav: Token2WavSize, seed: int, report: Callabl
     report("token2wav")
     weights |= _token2wav_weights(shapes, config.token2wav_config, seed)
     report("safetensors")
-    _save_weights(directory, weights)
+    save_weights(directory, weights, largest_shard=_LARGEST_SHARD)
 
     report("tokenizer")
     save_byte_tokenizer(
@@ -686,48 +655,26 @@ def _write(directory: Path, token2wav: Token2WavSize, seed: int, report: Callabl
         named_tokens=_NAMED_TOKENS,
         chat_template=_CHAT_TEMPLATE,
     )
-    _write_json(directory / "chat_template.json", {"chat_template": _CHAT_TEMPLATE})
-    _write_json(directory / "preprocessor_config.json", _PREPROCESSOR)
+    write_json(directory / "chat_template.json", {"chat_template": _CHAT_TEMPLATE})
+    write_json(directory / "preprocessor_config.json", _PREPROCESSOR)
 
     report("speakers")
     _save_speakers(directory / "spk_dict.pt", config.token2wav_config.dit_config, seed)
-    _write_json(directory / MARKER_FILE, {"model": "qwen2_5_omni", "token2wav": token2wav, "seed": seed})
-
-
-def _save_weights(directory: Path, weights: _Weights) -> None:
-    size = sum(weight.nbytes for weight in weights.values())
-    split = split_torch_state_dict_into_shards(weights, max_shard_size=math.ceil(size * _LARGEST_SHARD))
-    for filename, names in split.filename_to_tensors.items():
-        save_file({name: weights[name] for name in names}, directory / filename, metadata={"format": "pt"})
-        # safetensors makes its files readable by their owner only.
-        shutil.copymode(directory / "config.json", directory / filename)
-    index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
-    _write_json(directory / "model.safetensors.index.json", index)
+    write_json(directory / MARKER_FILE, {"model": "qwen2_5_omni", "token2wav": token2wav, "seed": seed})
 
 
 def _save_speakers(path: Path, config: Qwen2_5OmniDiTConfig, seed: int) -> None:
     """Write the voices: "cond" (1, 192), the speaker embedding; "ref_mel" (1, frames, 80); and the id "bos_token"."""
     speakers = {
         name: {
-            "cond": _normal(f"{name}.cond", (1, config.enc_emb_dim), seed),
+            "cond": normal(f"{name}.cond", (1, config.enc_emb_dim), seed),
             "ref_mel": _mean_mel(config.mel_dim)
-            + _normal(f"{name}.ref_mel", (1, _REFERENCE_FRAMES, config.mel_dim), seed),
+            + normal(f"{name}.ref_mel", (1, _REFERENCE_FRAMES, config.mel_dim), seed),
             "bos_token": bos_token,
         }
         for name, bos_token in _SPEAKERS.items()
     }
     torch.save(speakers, path)
-
-
-def _replace(target: Path, partial: Path) -> None:
-    """Put the finished folder in the target's place; at no time is the target an incomplete checkpoint."""
-    if target.exists():
-        replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-        target.rename(replaced)
-        partial.rename(target)
-        shutil.rmtree(replaced)
-    else:
-        partial.rename(target)
 
 
 @contextmanager
@@ -739,7 +686,3 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
