@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from vllm_omni_audio_perf import cli, stage_configs_index
-from vllm_omni_audio_perf.options import Token2WavOptions
+from vllm_omni_audio_perf.options import MiMoAudioOptions, Token2WavOptions
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/**/README.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS += sorted(ROOT.glob("examples/**/README.md"))
 HEADERS = [*sorted(ROOT.glob("stage_configs/*.yaml")), *sorted(ROOT.glob("examples/**/*.py"))]
 """Files that say in comments or docstrings how to call them."""
 SUBSTITUTION = re.compile(r'"?\$\(vllm-omni-audio-perf (configs \w+)\)"?')
@@ -84,7 +85,7 @@ def test_command(document: Path, command: str, monkeypatch: pytest.MonkeyPatch) 
     elif program == "curl":
         check_body(command)
     else:
-        assert program in ("cd", "."), f"no parser is known for {command!r}"
+        assert program in ("cd", ".", "export"), f"no parser is known for {command!r}"
 
 
 def parse_ours(arguments: list[str]) -> Any:
@@ -117,15 +118,16 @@ def parse_script(script: Path, arguments: list[str], monkeypatch: pytest.MonkeyP
 
 def parse_dev(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, *arguments = arguments
-    if name == "demo":
-        parse_script(ROOT / "examples/offline_inference/qwen2_5_omni/end2end.py", arguments, monkeypatch)
+    if name in ("demo", "demo-mimo"):
+        model = "qwen2_5_omni" if name == "demo" else "mimo_audio"
+        parse_script(ROOT / f"examples/offline_inference/{model}/end2end.py", arguments, monkeypatch)
     elif name == "vllm-omni-audio-perf":
         parse_ours(arguments)
     elif name == "test":
-        markers = set(re.findall(r"\w+", arguments[1] if arguments else "")) - {"not", "and", "or"}
+        markers = set(re.findall(r"\w+", arguments[1] if arguments[:1] == ["-m"] else "")) - {"not", "and", "or"}
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
         known = {marker.split(":")[0] for marker in settings["tool"]["pytest"]["ini_options"]["markers"]}
-        assert arguments[:1] in ([], ["-m"])
+        assert arguments[:1] in ([], ["-m"]) or (ROOT / arguments[0]).exists()
         assert markers <= known
     else:
         assert name == "lint" or (Path(sys.executable).parent / name).exists(), name
@@ -149,14 +151,21 @@ def check_body(command: str) -> None:
     assert set(body) - own <= set(ChatCompletionRequest.model_fields)
 
 
-def test_options_in_the_readme_are_those_there_are() -> None:
+@pytest.mark.parametrize(
+    ("heading", "options"),
+    [
+        ("| option of `additional_config", Token2WavOptions),
+        ("| option of MiMo-Audio's `additional_config", MiMoAudioOptions),
+    ],
+)
+def test_options_in_the_readme_are_those_there_are(heading: str, options: type) -> None:
     import dataclasses
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme[readme.index("| option of `additional_config") :].split("\n\n")[0]
+    table = readme[readme.index(heading) :].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     documented = {name.strip("`"): default.strip("`") for name, default, _ in rows}
-    assert documented == {field.name: str(field.default) for field in dataclasses.fields(Token2WavOptions)}
+    assert documented == {field.name: str(field.default) for field in dataclasses.fields(options)}
 
 
 def test_stage_configs_in_the_readme_are_those_there_are() -> None:

@@ -147,3 +147,26 @@ def test_every_piece_can_be_captured(decoder: FixedShapeDecoder) -> None:
     assert_capture_safe(Piece(vocoder.head, fixed), [of_vocoder, lengths])
     run_vocoder = Piece(vocoder, lambda module, *inputs: module.forward_fixed(*inputs, WindowedAttention))
     assert_capture_safe(run_vocoder, [mel, lengths])
+
+
+def test_how_far_the_vocoder_looks(decoder: FixedShapeDecoder) -> None:
+    """By perturbation: each of its layers 40 frames back and 10 ahead, and the inverse STFT two frames either way.
+
+    What the left context must cover, and why the frames that are kept back depend on codes to come.
+    """
+    frames, place = 600, 300
+    mel = torch.randn(1, frames, 24, generator=torch.Generator().manual_seed(0))
+    other = mel.clone()
+    other[0, place] += 10
+    with torch.no_grad():
+        before, after = (
+            decoder.decoder.vocoder.forward_fixed(hidden, torch.tensor([frames]), WindowedAttention)
+            for hidden in (mel, other)
+        )
+    changed = (before != after)[0].reshape(frames, -1).any(dim=1).nonzero().flatten()
+    layers = decoder.vocoder_layers
+    assert int(changed[0]) >= place - 10 * layers - 2
+    assert int(changed[-1]) <= place + 40 * layers + 2
+    assert len(changed) > 40 + 10
+    one_layer = changed[(changed < place - 10) | (changed > place + 40)]
+    assert len(one_layer) > 0  # more than one layer sees
