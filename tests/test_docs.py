@@ -111,6 +111,7 @@ def parse_vllm_omni(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> No
 def parse_script(script: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm_omni")
     monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.delitem(sys.modules, "queries", raising=False)  # each offline example has its own beside it
     parse_args = runpy.run_path(str(script))["parse_args"]
     monkeypatch.setattr(Path, "is_file", lambda path: True)  # files of the reader's own
     parse_args(arguments)

@@ -62,13 +62,21 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def mimo_audio_server(tmp_path_factory: pytest.TempPathFactory, mimo_audio_checkpoint: Path) -> Iterator[Server]:
-    """`vllm-omni serve` with MiMo-Audio's shipped stage config of short chunks, four requests at a time."""
+def starting_mimo_audio_server(
+    tmp_path_factory: pytest.TempPathFactory, mimo_audio_checkpoint: Path
+) -> Iterator[Server]:
+    """`mimo_audio_server`, not waited for: what else starts an engine does it at the same time."""
     folder = tmp_path_factory.mktemp("mimo_audio_server")
     server = Server(folder, mimo_audio_checkpoint, stage_config_path("mimo_audio_low_latency"))
     try:
-        server.start()
         yield server
     finally:
         server.kill()
         print(server.log[-30_000:])  # shown by pytest when a test fails
+
+
+@pytest.fixture(scope="session")
+def mimo_audio_server(starting_mimo_audio_server: Server) -> Server:
+    """`vllm-omni serve` with MiMo-Audio's shipped stage config of short chunks, four requests at a time."""
+    starting_mimo_audio_server.start()
+    return starting_mimo_audio_server

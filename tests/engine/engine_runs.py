@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def run_script(folder: Path, command: list[object], stage_config: str, more: lis
         try:
             returncode = process.wait(timeout=900)
         finally:
-            left_processes = processes_of_session(process.pid)
+            left_processes = processes_after_the_end(process.pid)
             end_session(process.pid)
         log.seek(0)
         text = log.read()
@@ -100,6 +101,14 @@ def processes_of_session(session: int) -> list[str]:
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def processes_after_the_end(session: int) -> list[str]:
+    """What does not end within seconds of a session's first process (Python's resource tracker is the last to go)."""
+    deadline = time.monotonic() + 20
+    while (left := processes_of_session(session)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
 
 
 def end_session(session: int) -> None:

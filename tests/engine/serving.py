@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import soundfile
 from capture import plugin_environment
-from engine_runs import end_session, processes_of_session
+from engine_runs import end_session, processes_after_the_end, processes_of_session
 
 START_TIMEOUT_S = 600
 CODES_A_STEP = 200
@@ -90,11 +90,7 @@ class Server:
         return processes_of_session(self.process.pid)
 
     def processes_after_the_end(self) -> list[str]:
-        """What does not end within seconds of the server itself (Python's resource tracker is the last to go)."""
-        deadline = time.monotonic() + 20
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return left
+        return processes_after_the_end(self.process.pid)
 
     def kill(self) -> None:
         end_session(self.process.pid)

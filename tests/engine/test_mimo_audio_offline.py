@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def example(folder: Path, mimo_audio_checkpoint: Path) -> Run:
+def example(folder: Path, mimo_audio_checkpoint: Path, starting_mimo_audio_server: object) -> Run:
     """Two requests of each query type, all sent at once."""
     config = stage_config_path("mimo_audio_high_throughput")
     # The overlay names its base beside it.
@@ -38,6 +38,7 @@ def example(folder: Path, mimo_audio_checkpoint: Path) -> Run:
         "base_config: mimo_audio.yaml", f"base_config: {config.parent}/mimo_audio.yaml"
     )
     command = [EXAMPLE, "--model", mimo_audio_checkpoint, "--output-dir", folder / "out", "--num-prompts", PROMPTS]
+    command += ["--max-tokens", 40]
     return run_script(folder, [*command, "--query-type", ",".join(QUERY_TYPES), "--stage-config"], text)
 
 

@@ -181,6 +181,15 @@ def test_weights_are_those_of_the_tokenizer(decoder: FixedShapeDecoder, tokenize
         assert tensor is theirs[name]
 
 
+def test_frozen_weights_stay_frozen(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer(decoder_layers=1)
+    tokenizer.requires_grad_(False)
+    tokenizer.decoder.dconv2.requires_grad_(True)
+    FixedShapeDecoder(tokenizer)
+    trainable = {name for name, parameter in tokenizer.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".dconv2.")[0] for name in trainable} == {"decoder"}
+
+
 def test_is_built_without_upstream(tokenizer: Any, decoder: FixedShapeDecoder) -> None:
     """From the settings alone, with torch alone, and with upstream's weights the same function."""
     program = (
@@ -206,6 +215,9 @@ def test_is_built_without_upstream(tokenizer: Any, decoder: FixedShapeDecoder) -
         ({"vocoder_padding": "center"}, "vocoder_padding is 'center'; allowed: same"),
         ({"ln_type": "BatchNorm"}, "ln_type is 'BatchNorm'; allowed: LayerNorm, RMSNorm"),
         ({"activation_function": "sine"}, "activation_function is 'sine'; allowed: gelu"),
+        ({"nfft": 200}, "nfft is 200; allowed: more than hop_length, which is 240, by an even number"),
+        ({"nfft": 961}, "nfft is 961; allowed"),
+        ({"d_model": 100}, "d_model is 100; allowed: a multiple of twice decoder_attention_heads, which is 12"),
         ({"decoder_kernel_size": 1}, "decoder_kernel_size is 1; allowed: at least decoder_stride_size, which is 2"),
     ],
 )

@@ -63,6 +63,14 @@ def test_blocks_meet_at_every_length(window: tuple[int, int]) -> None:
         check([frames, frames - 1, block, block + 1, 3], frames, window, False, torch.nan)
 
 
+@pytest.mark.parametrize("frames", [30, 500])
+@pytest.mark.parametrize("window", [window for window in WINDOWS if window != (-1, -1)], ids=str)
+def test_no_row_sees_nothing(window: tuple[int, int], frames: int) -> None:
+    """Softmax over nothing is NaN in some kernels, if not in torch 2.13's for CPUs."""
+    attend = WindowedAttention(torch.tensor([frames, 7, 1, 0]), frames, window=window)
+    assert attend._mask is None or (attend._mask == 0).any(dim=-1).all()
+
+
 def test_short_and_unbounded_windows_are_dense() -> None:
     assert not is_blocked(50, 40, 10)
     assert not is_blocked(5000, -1, 10)

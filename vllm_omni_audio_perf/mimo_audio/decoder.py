@@ -144,8 +144,7 @@ class FixedShapeDecoder(nn.Module):
             self._build(tokenizer.config)
         # Upstream decodes with codebooks in float32, and makes them so at its first decode.
         tokenizer.encoder.quantizer.float()
-        state = tokenizer.state_dict(keep_vars=True)
-        self.load_state_dict({name: state[name] for name in self.state_dict()}, assign=True)
+        _share_tensors(self, tokenizer)
         self._flash_attention = VarlenAttention(load_flash_attention()) if flash_attention else None
         self.eval()
 
@@ -264,6 +263,16 @@ class FixedShapeDecoder(nn.Module):
                 raise ValueError(f"{name} are on {tensor.device}; allowed: {self.device}, where the decoder is.")
 
 
+def _share_tensors(ours: nn.Module, theirs: nn.Module) -> None:
+    """Put the parameters and buffers of `theirs` in the places of those of the same names, frozen or not."""
+    given = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
+    for prefix, module in ours.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = given[f"{prefix}.{name}"]
+
+
 def decoder_settings(config: object) -> SimpleNamespace:
     """The settings that matter for decoding, checked.
 
@@ -288,6 +297,18 @@ def decoder_settings(config: object) -> SimpleNamespace:
             f"decoder_kernel_size is {settings.decoder_kernel_size}; allowed: at least decoder_stride_size, "
             f"which is {settings.decoder_stride_size}."
         )
+    overlap = settings.nfft - settings.hop_length
+    if overlap <= 0 or overlap % 2:
+        raise ValueError(
+            f"nfft is {settings.nfft}; allowed: more than hop_length, which is {settings.hop_length}, by an even "
+            "number."
+        )
+    for dim, heads in (("d_model", "decoder_attention_heads"), ("vocoder_dim", "vocoder_attention_heads")):
+        if getattr(settings, dim) % (2 * getattr(settings, heads)):
+            raise ValueError(
+                f"{dim} is {getattr(settings, dim)}; allowed: a multiple of twice {heads}, which is "
+                f"{getattr(settings, heads)}."
+            )
     settings.decoder_attn_window_size = settings.decoder_attn_window_size or [-1, -1]
     settings.vocoder_attn_window_size = settings.vocoder_attn_window_size or [40, 10]
     sizes = settings.codebook_size or [1024]

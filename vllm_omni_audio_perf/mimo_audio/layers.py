@@ -7,6 +7,7 @@ changes nothing before it. Capture-safe: nothing is read back, and shapes depend
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv:1910.07467), its statistics in float32."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed = hidden * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(self.weight.dtype)
-
-
-NORMS: dict[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, Callable[[int], nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": partial(nn.RMSNorm, eps=1e-6)}
 
 
 def valid_steps(lengths: Tensor, steps: int) -> Tensor:

@@ -47,11 +47,13 @@ class VarlenAttention:
     def __call__(
         self, lengths: Tensor, frames: int, *, window: tuple[int, int], causal: bool, dtype: torch.dtype
     ) -> Attend:
-        valid = valid_steps(lengths, frames)
+        valid = valid_steps(lengths, frames).nonzero(as_tuple=True)  # read back once, for all layers
         offsets = pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         settings: dict[str, Any] = {"causal": causal, "window_size": window}
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if not len(valid[0]):
+                return query
             packed = [
                 tensor.transpose(1, 2)[valid] for tensor in (query, key, value)
             ]  # [valid frames, heads, head_dim]

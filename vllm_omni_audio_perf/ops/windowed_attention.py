@@ -30,8 +30,7 @@ BLOCKED_FROM = 3
 #   batch 1   0.12/0.23   0.59/0.62   1.04/0.80    2.6/1.2     12.5/3.0
 #   batch 4   0.31/0.77   2.12/2.16   4.02/3.08   10.8/5.4     56/21
 #   batch 8   0.95/2.07   7.97/8.21   16.3/13.3   40/21       193/75
-# In bfloat16 both are equal at 288 frames, and blocked is twice to three times as fast at 1120. Blocks of 46 and 78
-# queries are within 10 % of it.
+# In bfloat16 both are equal at 288 frames, and blocked is twice to three times as fast at 1120.
 
 
 class WindowedAttention:
