@@ -17,8 +17,9 @@ from vllm_omni_audio_perf.stage_configs_index import stage_config_path
 pytest.importorskip("vllm_omni")
 pytestmark = pytest.mark.engine
 
-QUERY_TYPES = ("tts_sft", "tts_sft_with_audio", "tts_sft_with_instruct", "audio_understanding_sft")
+QUERY_TYPES = ("tts_sft", "tts_sft_with_audio", "audio_trancribing_sft", "audio_understanding_sft")
 SPOKEN = QUERY_TYPES[:3]
+MAX_TOKENS = 40
 PROMPTS = 2
 SAMPLES_PER_GROUP = 3840
 EXAMPLE = ROOT / "examples/offline_inference/mimo_audio/end2end.py"
@@ -29,17 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mimo_audio_offline") / "run"
 
 
+def run_example(folder: Path, model: Path, query_types: str, max_tokens: int) -> Run:
+    config = stage_config_path("mimo_audio_high_throughput")
+    base = f"base_config: {config.parent / 'mimo_audio.yaml'}"  # the overlay names it as beside itself
+    text = config.read_text(encoding="utf-8").replace("base_config: mimo_audio.yaml", base)
+    assert base in text
+    command = [EXAMPLE, "--model", model, "--output-dir", folder / "out", "--num-prompts", PROMPTS]
+    command += ["--max-tokens", max_tokens, "--query-type", query_types, "--stage-config"]
+    return run_script(folder, command, text)
+
+
 @pytest.fixture(scope="module")
 def example(folder: Path, mimo_audio_checkpoint: Path, starting_mimo_audio_server: object) -> Run:
     """Two requests of each query type, all sent at once."""
-    config = stage_config_path("mimo_audio_high_throughput")
-    # The overlay names its base beside it.
-    text = config.read_text(encoding="utf-8").replace(
-        "base_config: mimo_audio.yaml", f"base_config: {config.parent}/mimo_audio.yaml"
-    )
-    command = [EXAMPLE, "--model", mimo_audio_checkpoint, "--output-dir", folder / "out", "--num-prompts", PROMPTS]
-    command += ["--max-tokens", 40]
-    return run_script(folder, [*command, "--query-type", ",".join(QUERY_TYPES), "--stage-config"], text)
+    return run_example(folder, mimo_audio_checkpoint, ",".join(QUERY_TYPES), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +93,12 @@ def test_requests_share_decodes(example: Run, folder: Path) -> None:
 
 def test_no_process_is_left(example: Run) -> None:
     assert not example.left_processes
+
+
+@pytest.mark.slow
+def test_answers_without_speech_end(tmp_path: Path, mimo_audio_checkpoint: Path) -> None:
+    """Stock waits for their codes for ever. The example says that they have no sound."""
+    run = run_example(tmp_path / "run", mimo_audio_checkpoint, "tts_sft", max_tokens=3)
+    assert run.returncode == 1
+    assert "2 answers without sound" in run.log
+    assert not run.left_processes

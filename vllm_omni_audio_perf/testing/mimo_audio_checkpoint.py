@@ -13,12 +13,12 @@ The language model keeps to MiMo-Audio's order of tokens:
 - After `</think>` it writes some dozen characters and `<|im_end|>`.
 - After `<think>`, or where nothing of this follows `assistant`, it writes some dozen characters and `<|sostm|>`.
 
-How a random language model is made to do so: channel 0 of the residual stream holds one large constant that no layer
-changes. After the final norm it is 1, and column 0 of the output head acts as the bias that the head lacks; it puts
-every unwanted token out of reach. Some tokens carry a mark in a channel of their own, and in the first layers the one
-attention head looks for marks instead of at random: whether the token five positions ago was a group, which of the
-marked tokens came last, and how near that is. What the heads find shifts the logits of the few tokens that give a reply
-its order.
+How a random language model is made to do so: channel 0 of the residual stream holds one large constant, which the first
+layer writes and no other changes. After the final norm it is 1, and column 0 of the output head acts as the bias that
+the head lacks; it puts every unwanted token out of reach. Some tokens carry a mark in a channel of their own, and in
+the next layers the one attention head looks for marks instead of at random: whether the token five positions ago was a
+group, which of the marked tokens came last, and how near that is. What the heads find shifts the logits of the few
+tokens that give a reply its order.
 """
 
 import math
@@ -128,7 +128,7 @@ _CHANNELS = len(_CODEBOOK_SIZES)
 _WIDTH = 128
 _HEAD_DIM = 128  # vLLM-Omni's rotary sections are for this size
 _INTERMEDIATE = 256
-_LAYERS = 7  # the heads of the first five look for marks, see `_MARK_HEADS`
+_LAYERS = 8  # the head of the first writes the constant, those of the next five look for marks
 _ROPE_THETA = 640000
 _LOCAL_WIDTH = 64
 _LOCAL_LAYERS = 2
@@ -227,7 +227,7 @@ _TOKENIZER_CONFIG: dict[str, Any] = {
 _BIAS = 0  # the constant
 # Marks, each 1 at its token, else 0.
 _IS_START, _IS_SLASH, _IS_SPEECH_START, _IS_SPEECH_TEXT_END, _IS_GROUP = range(1, 6)
-# What the heads of the first layers find.
+# What the heads for marks find.
 _GROUP_BEFORE = 6  # 1 where the token five before the next one is a group
 _SPEECH_JUST_BEGAN = 7  # 1 in the first five tokens after `<|sostm|>`
 _AFTER_START, _AFTER_SLASH, _AFTER_SPEECH_START, _AFTER_SPEECH_TEXT_END = range(8, 12)  # 1 for the last marked token
@@ -274,10 +274,10 @@ class _MarkHead:
     mark_scores: Mapping[int, float] = field(default_factory=dict)
 
 
-# The head of each of the first layers. Strengths and scores are tuned so that the first head sees exactly one position,
-# the second stops seeing `<|sostm|>` between 5 and 6 positions, the third finds the last mark, telling `<|sostm|>` from
-# the `<|im_start|>` 11 positions before it and from an earlier turn, and the others report 1/2 after some 45 tokens and
-# some 10.
+# The heads of the layers after the first. Strengths and scores are tuned so that the first one sees exactly one
+# position, the second stops seeing `<|sostm|>` between 5 and 6 positions, the third finds the last mark, telling
+# `<|sostm|>` from the `<|im_start|>` 11 positions before it and from an earlier turn, and the others report 1/2 after
+# some 45 tokens and some 10.
 _MARK_HEADS = (
     _MarkHead(
         window={**_window(12.0, 0, 1, 5), **_window(3.0, 6, 1, 25)},
@@ -428,10 +428,9 @@ def _random_tensor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def _wire_embeddings(weights: _Weights) -> None:
-    """Give the tokens the constant and their marks, in place."""
+    """Give the tokens their marks, in place."""
     embeddings = weights["model.embed_tokens.weight"]
     embeddings[:, _RESERVED] = 0
-    embeddings[:, _BIAS] = _CONSTANT
     for token, mark in _MARKS.items():
         embeddings[token, mark] = 1
 
@@ -444,11 +443,13 @@ def _wire_decoder(weights: _Weights) -> None:
         for projection in ("self_attn.o_proj", "mlp.down_proj"):
             weights[f"{layer}{projection}.weight"][_RESERVED] = 0
         _scale_norm(weights[f"{layer}input_layernorm.weight"], variance)
-        if index < len(_MARK_HEADS):
+        if index == 0:
+            _wire_constant(weights, f"{layer}self_attn.")
+        elif index <= len(_MARK_HEADS):
             weights[f"{layer}input_layernorm.weight"][list(_MARKS.values())] = math.hypot(
                 _CONSTANT_RMS, math.sqrt(variance)
             )
-            _wire_mark_head(weights, f"{layer}self_attn.", _MARK_HEADS[index])
+            _wire_mark_head(weights, f"{layer}self_attn.", _MARK_HEADS[index - 1])
         else:
             variance += _ATTENTION_VARIANCE
         _scale_norm(weights[f"{layer}post_attention_layernorm.weight"], variance)
@@ -467,11 +468,28 @@ def _scale_norm(weight: torch.Tensor, variance: float, reserved: Sequence[int] =
     weight[reserved] = 0
 
 
-def _wire_mark_head(weights: _Weights, attention: str, head: _MarkHead) -> None:
-    """Turn the one head of an attention layer into a head for marks, in place."""
+def _wire_constant(weights: _Weights, attention: str) -> None:
+    """Make an attention layer write the constant and nothing else, in place.
+
+    A value that is the same everywhere stays so, whatever is attended to. It could come with the embeddings, too, but
+    upstream has zeros in their place where it loses audio: a prompt that is read while another request speaks.
+    """
+    _clear(weights, attention)
+    weights[f"{attention}v_proj.bias"][0] = 1
+    weights[f"{attention}o_proj.weight"][_BIAS, 0] = _CONSTANT
+
+
+def _clear(weights: _Weights, attention: str) -> None:
+    """Set an attention layer to zero, in place."""
     for name in ("q_proj", "k_proj", "v_proj"):
         weights[f"{attention}{name}.weight"].zero_()
         weights[f"{attention}{name}.bias"].zero_()
+    weights[f"{attention}o_proj.weight"].zero_()
+
+
+def _wire_mark_head(weights: _Weights, attention: str, head: _MarkHead) -> None:
+    """Turn the one head of an attention layer into a head for marks, in place."""
+    _clear(weights, attention)
     query, key = (weights[f"{attention}{name}.bias"] for name in ("q_proj", "k_proj"))
     # Components i and i + half turn together. Where a query and a key are the same at all positions, their rotations
     # alone make the difference; an angle between them moves the maximum.
@@ -486,7 +504,6 @@ def _wire_mark_head(weights: _Weights, attention: str, head: _MarkHead) -> None:
         for mark, score in head.mark_scores.items():
             weights[f"{attention}k_proj.weight"][half - 1, mark] = _amplitude(score) ** 2 / amplitude
     output = weights[f"{attention}o_proj.weight"]
-    output.zero_()
     for component, (source, target) in enumerate(head.copies.items()):
         weights[f"{attention}v_proj.weight"][component, source] = 1
         output[target, component] = 1
@@ -510,10 +527,10 @@ def _wire_head(head: torch.Tensor) -> None:
 
 
 def _wire_groups(weights: _Weights) -> None:
-    """Make the embedding of a group of codes carry the constant and the mark of a group, in place.
+    """Make the embedding of a group of codes carry the mark of a group, in place.
 
-    None of the layers on the way to it has a bias, except for the attention of the input transformer: a constant value
-    stays constant whatever is attended to.
+    None of the layers on the way to it has a bias, except for the attention of the input transformer: it writes a
+    constant, as the first layer of the decoder does.
     """
     layer = "input_local_transformer.layers.0."
     for index in range(_CHANNELS):
@@ -536,7 +553,6 @@ def _wire_groups(weights: _Weights) -> None:
     downcast[_RESERVED] = 0
     constants = downcast.view(_WIDTH, _GROUP_SIZE, _LOCAL_WIDTH)[:, :, _BIAS]
     constants.zero_()
-    constants[_BIAS] = _CONSTANT / _GROUP_SIZE
     constants[_IS_GROUP] = 1 / _GROUP_SIZE
 
 
