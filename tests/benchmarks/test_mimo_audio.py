@@ -31,6 +31,9 @@ TINY = {
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mimo_audio, "SIZES", mimo_audio.SIZES | TINY)
+    # The command sets these for its own process, which here goes on to other tests.
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:

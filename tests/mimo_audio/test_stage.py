@@ -239,9 +239,10 @@ def test_a_cut_request_is_decoded_once_and_whole(stage: Any, tokenizer: Any) -> 
     codes = random_codes(6)
     ids = ids_of(codes)
     common = {"codes": {"audio": ids}, "_omni_prompt_len": len(ids)}
-    (first,) = run(stage, [ids[:100]], [common | {"_omni_num_computed_tokens": 0}])["model_outputs"]
-    (second,) = run(stage, [ids[100:]], [common | {"_omni_num_computed_tokens": 100}])["model_outputs"]
-    assert first.shape == (0,)
+    outputs = run(stage, [ids[:108]], [common | {"_omni_num_computed_tokens": 0}])  # three whole groups
+    (second,) = run(stage, [ids[108:]], [common | {"_omni_num_computed_tokens": 108}])["model_outputs"]
+    assert outputs["model_outputs"][0].shape == (0,)
+    assert ERROR_OUTPUT not in outputs
     assert rel_error(second, tokenizer.decode(codes).reshape(-1)) <= 1e-5
 
 

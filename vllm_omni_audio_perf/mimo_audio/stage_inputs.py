@@ -10,7 +10,6 @@ Upstream's (vLLM-Omni 0.30.0) repeat the last chunk where a request ends on a ch
 steps as speech in chunks, cut silently at 18192 ids, and send nothing for a request without speech.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from vllm_omni_audio_perf.architectures import MIMO_AUDIO
 from vllm_omni_audio_perf.mimo_audio.groups import SPEECH_MARK, split_groups, to_ids
 from vllm_omni_audio_perf.mimo_audio.streaming import SECTION, StreamSettings, Window, end_of_chunk, next_window
 from vllm_omni_audio_perf.scheduling.offline import wishes_empty_on_error
-
-logger = logging.getLogger(__name__)
 
 _SETTINGS = "_audio_perf_stream_settings"
 _PRIVATE = "kv_metadata"  # the one mapping in upstream's payload that is free for a model's own use
@@ -164,7 +161,6 @@ def _window_payload(stream: _Stream, window: Window, settings: StreamSettings, r
     from vllm_omni.engine.serialization import deserialize_additional_information
 
     information = deserialize_additional_information(getattr(request, "additional_information", None))
-
     ids = to_ids(stream[window.start : window.end])
     return OmniPayloadStruct(
         codes=CodesStruct(audio=ids),
