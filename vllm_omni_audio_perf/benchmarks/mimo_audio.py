@@ -328,6 +328,7 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
 def plot(rows: Sequence[Row], names: Sequence[str], path: Path, *, title: str) -> None:
     """Draw a PNG: seconds over codes, a panel a batch, and errors over codes in a last one."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator, ScalarFormatter
 
     batches = sorted({row["batch"] for row in rows})
     figure = Figure(figsize=(3.6 * (len(batches) + 1), 4), layout="constrained")
@@ -346,4 +347,8 @@ def plot(rows: Sequence[Row], names: Sequence[str], path: Path, *, title: str) -
     of_errors.set(xscale="log", yscale="log", xlabel="codes", title="error at the end")
     if of_errors.get_legend_handles_labels()[0]:
         of_errors.legend()
+    for axes in (*panels, of_errors):
+        axes.set_xticks(sorted({row["codes"] for row in rows}))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
     figure.savefig(path, format="png", dpi=150)
