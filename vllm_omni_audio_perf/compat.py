@@ -125,3 +125,27 @@ def answer_capture_query_without_cuda() -> None:
 
 def _never_capturing() -> bool:
     return False
+
+
+def end_allocation_to_pool(device: int, handle: Any) -> None:
+    """Tell torch's CUDA allocator that a capture no longer allocates from a graph pool.
+
+    torch 2.13 has no public function for a capture that failed.
+
+    Args:
+        device: index of the CUDA device.
+        handle: of the pool, from ``torch.cuda.graph_pool_handle``.
+
+    Raises:
+        RuntimeError: if none does.
+    """
+    import torch
+
+    torch._C._cuda_endAllocateToPool(device, handle)
+
+
+def release_pool(device: int, handle: Any) -> None:
+    """Give back a failed capture's share of a graph pool, for the same reason and with the same arguments."""
+    import torch
+
+    torch._C._cuda_releasePool(device, handle)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from vllm_omni_audio_perf import compat
 from vllm_omni_audio_perf.graphs.backend import CaptureFailed, Function, Graph, Outputs
 from vllm_omni_audio_perf.graphs.static_inputs import StaticInputs
 
@@ -163,7 +164,7 @@ class CudaGraphPool:
         """
         index = torch.cuda.current_device()
         try:
-            torch._C._cuda_endAllocateToPool(index, handle)
+            compat.end_allocation_to_pool(index, handle)
             begun = True
         except RuntimeError:  # torch has done it, or the capture did not begin
             begun = entered
@@ -171,7 +172,7 @@ class CudaGraphPool:
             graph.pool()
         except RuntimeError:  # not a capture that ended, so `reset` leaves the pool alone
             if begun:
-                torch._C._cuda_releasePool(index, handle)
+                compat.release_pool(index, handle)
         graph.reset()
 
     def _count_alive(self, change: int) -> None:
