@@ -325,6 +325,29 @@ def test_a_process_that_fails_is_an_error(name: str, message: str, importable: A
         harness.extra_memory(importable.build, name, 1, CPU, 1)
 
 
+def test_memory_is_added_to_the_rows_and_one_that_failed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"codes": 5, "batch": batch, "stock_seconds": 1.0, "plugin_seconds": 1.0} for batch in (1, 2)]
+    del rows[1]["stock_seconds"]  # was not timed
+
+    def extra_memory(build: Any, name: str, length: int, device: Device, warm_up_length: int) -> float:
+        assert (length, warm_up_length) == (5, 3)
+        if build == (2, "plugin"):
+            raise ChildProcessError("killed")
+        return {"stock": 8.0, "plugin": 2.0}[name]
+
+    monkeypatch.setattr(harness, "extra_memory", extra_memory)
+    found = harness.add_memory(
+        rows, NAMES, lambda row, name: (row["batch"], name), CPU, 3, length_name="codes", fields=["batch"]
+    )
+
+    assert list(found) == [True, True, False]
+    assert (rows[0]["stock_extra_mib"], rows[0]["plugin_extra_mib"], rows[0]["extra_memory_ratio"]) == (8.0, 2.0, 0.25)
+    assert set(rows[1]) == {"codes", "batch", "plugin_seconds"}
+    assert "memory of plugin at 5 codes, batch 2: killed" in capsys.readouterr().err
+
+
 def test_memory_on_cuda_is_what_torch_allocated_less_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"now": 5, "peak": 99}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

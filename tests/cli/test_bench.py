@@ -2,6 +2,7 @@
 """`vllm-omni-audio-perf bench`, with models that cost nothing in place of the real ones."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ def test_what_cannot_work_is_one_line_before_anything_is_built(
     assert err.startswith(f"vllm-omni-audio-perf: error: {arguments[0]}")
     assert err.count("\n") == 1
     assert built == []
+
+
+def test_mimo_audio_needs_vllm_omni(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):  # the command sets them, unless they are
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "vllm_omni", None)  # as if not installed
+
+    assert main(["bench", "mimo_audio"]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "bench mimo_audio needs vLLM-Omni" in err
+    assert err.count("\n") == 1
 
 
 def test_a_benchmark_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,17 +269,16 @@ def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Na
     try:
         for rows[:] in measure(variants, benchmark.lengths, args.pairs, device, length_name=benchmark.length_name):
             save()
-        cells = [(row, name) for row in rows for name in benchmark.names if f"{name}_seconds" in row]
         del variants  # their memory is needed by the processes below
-        device.release()
-        for row, name in tqdm(cells, desc="memory", unit="process"):
-            length = row[benchmark.length_name]
-            try:
-                row[f"{name}_extra_mib"] = extra_memory(benchmark.build, name, length, device, benchmark.warm_up_length)
-            except ChildProcessError as error:
-                tqdm.write(f"memory of {name} at {length} {words(benchmark.length_name)}: {error}", file=sys.stderr)
-                exit_code = 1
-            add_memory_ratios(row, benchmark.names)
+        for found in add_memory(
+            rows,
+            benchmark.names,
+            lambda row, name: benchmark.build,
+            device,
+            benchmark.warm_up_length,
+            length_name=benchmark.length_name,
+        ):
+            exit_code = exit_code if found else 1
             save()
     except KeyboardInterrupt:
         if not rows:
@@ -299,7 +298,13 @@ def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Na
 
 
 def measure(
-    variants: Sequence[Variant], lengths: Iterable[int], rounds: int, device: Device, *, length_name: str = "length"
+    variants: Sequence[Variant],
+    lengths: Iterable[int],
+    rounds: int,
+    device: Device,
+    *,
+    length_name: str = "length",
+    description: str | None = None,
 ) -> Iterator[list[Row]]:
     """Time all variants at all lengths, with a progress bar on stderr.
 
@@ -309,6 +314,7 @@ def measure(
         rounds: how often each is timed.
         device: what to wait for.
         length_name: field of the length in a row.
+        description: what stands before the progress bar.
 
     Yields:
         After each round the rows of all rounds so far, ascending in length, with times and errors.
@@ -328,7 +334,7 @@ def measure(
         raise ValueError(f"there is nothing to measure: every length is over the limit of {', '.join(names)}")
     seconds: Seconds = {cell: [] for cell in runs}
     errors: dict[tuple[int, str], Row] = {}
-    with tqdm(total=rounds, unit="round") as bar:
+    with tqdm(total=rounds, unit="round", desc=description) as bar:
         expected: Tensor | None = None
         for length, name in runs:
             bar.set_postfix_str(f"warm-up: {name}, {length} {words(length_name)}")
@@ -415,6 +421,44 @@ def memory_method(device: Device) -> str:
     if device.type == "cuda":
         return "torch.cuda.max_memory_allocated of one run in a fresh process, less what was allocated before it"
     return "peak resident memory (VmHWM) of one run in a fresh process, less what was resident before it"
+
+
+def add_memory(
+    rows: Sequence[Row],
+    names: Sequence[str],
+    build: Callable[[Row, str], Callable[[], list[Variant]]],
+    device: Device,
+    warm_up_length: int,
+    *,
+    length_name: str,
+    fields: Sequence[str] = (),
+) -> Iterator[bool]:
+    """Add to the rows the extra memory of each variant that was timed, with a progress bar on stderr.
+
+    Args:
+        rows: as from `measure`.
+        names: of the variants, the baseline first.
+        build: for a row and a name, what builds at least this variant in a process of its own.
+        device: where to compute; the memory that torch keeps there for later is given back first.
+        warm_up_length: as in `Benchmark`.
+        length_name: field of the length in a row.
+        fields: those that, beside the length, tell one row from another, for the message about a failed process.
+
+    Yields:
+        After each figure whether it could be had.
+    """
+    device.release()
+    cells = [(row, name) for row in rows for name in names if f"{name}_seconds" in row]
+    for row, name in tqdm(cells, desc="memory", unit="process"):
+        length, found = row[length_name], True
+        try:
+            row[f"{name}_extra_mib"] = extra_memory(build(row, name), name, length, device, warm_up_length)
+        except ChildProcessError as error:
+            where = "".join(f", {words(field)} {row[field]}" for field in fields)
+            tqdm.write(f"memory of {name} at {length} {words(length_name)}{where}: {error}", file=sys.stderr)
+            found = False
+        add_memory_ratios(row, names)
+        yield found
 
 
 def extra_memory(

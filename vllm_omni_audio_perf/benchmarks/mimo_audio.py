@@ -5,14 +5,18 @@ Random weights, the same for all variants, which use them in place. A *row* is o
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from vllm_omni_audio_perf.benchmarks import harness
 from vllm_omni_audio_perf.benchmarks.harness import Device, Run, Variant
@@ -49,7 +53,21 @@ SIZES: dict[str, Any] = {
 }
 
 Decode = Callable[["list[Tensor]"], "list[Tensor]"]
-"""From the codes ``[rows, codes]`` of each request to its samples ``[samples]``."""
+"""From the codes ``[rows, codes]`` of each request to its samples, float32 ``[samples]``, both on the CPU."""
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """Ways to decode with the weights of one tokenizer."""
+
+    variants: dict[str, Decode]
+    """Those that are measured, by name."""
+
+    alone: Decode
+    """Each request by itself and without padding: what the variants are compared with."""
+
+    alone_fp32: Decode | None
+    """The same with the weights in float32, before they were rounded; None where `alone` is that."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,9 +78,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Measure the decoding of MiMo-Audio's codes at the sizes of the real tokenizer, with random "
         "weights. `stock` decodes the requests of a step as vLLM-Omni does without graphs, in one packed batch; "
         "`stock_fixed` as its CUDA graph wrapper does, one by one and padded to a bucket of up to 256 codes (on a CPU "
-        "the same function without a graph; beyond 256 codes without padding); `plugin` all at once, on a GPU in "
-        "captured graphs. Errors are the largest of a request to the decode of that request alone, in all and in its "
-        f"last {TAIL_SAMPLES} samples.",
+        "the same function without a graph; beyond 256 codes it falls back to decoding without padding and without a "
+        "graph, which the table calls `eager`); `plugin` all at once, on a GPU in captured graphs. All start from "
+        "codes and end with samples in the host's memory. Errors are the largest of a request to the decode of that "
+        f"request alone in the same dtype, in all and in its last {TAIL_SAMPLES} samples, and in bfloat16 also to the "
+        "decode in float32.",
     )
     parser.add_argument(
         "--codes",
@@ -77,7 +97,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--mixed",
         action="store_true",
-        help="make the requests of a batch differ in length: the first has all codes, others down to a tenth",
+        help=f"make the requests of a batch differ in length (x{', x'.join(f'{share:g}' for share in MIXED)}), "
+        "which shows how they change each other in the batches of `stock` (default: all of one length)",
     )
     parser.add_argument(
         "--decoder-layers",
@@ -88,7 +109,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: float32")
     parser.add_argument(
-        "--memory", action="store_true", help="also measure extra memory, each figure in a process of its own"
+        "--memory",
+        action="store_true",
+        help="also measure extra memory, each figure in a process of its own; it is that of a decode, without what "
+        "captured graphs hold before it",
     )
     harness.add_options(parser, VARIANTS, default=VARIANTS)
     parser.set_defaults(run=partial(run, parser))
@@ -115,6 +139,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     own = ["codes", "batch", "mixed", "decoder_layers", "dtype", "memory"]
     settings = {name: getattr(args, name) for name in [*own, "variants", "pairs", "device", "threads", "tf32", "seed"]}
     command = harness.command_line(parser, settings, "codes")
+    memory = harness.memory_method(device) if args.memory else None
     rows: list[Row] = []
     exit_code = 0
 
@@ -126,7 +151,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
                 "date": date.today().isoformat(),
                 "versions": harness.versions(),
                 "device": device.describe(),
-                "settings": settings | {"tail_samples": TAIL_SAMPLES},
+                "settings": settings | {"tail_samples": TAIL_SAMPLES, "memory": memory},
                 "rows": rows,
             }
             args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -134,6 +159,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         for rows[:] in measure_batches(args, device):
             save()
+        if args.memory:
+            build = partial(_build_in_a_process, args)
+            for found in harness.add_memory(
+                rows, args.variants, build, device, WARM_UP_CODES, length_name="codes", fields=["batch"]
+            ):
+                exit_code = exit_code if found else 1
+                save()
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -154,70 +186,104 @@ def measure_batches(args: argparse.Namespace, device: Device) -> Iterator[list[R
     decoders = build_decoders(args)
     device.apply()
     for batch in args.batch:
-        variants = build_variants(args, batch, decoders)
-        errors = {codes: errors_of(args, decoders, codes, batch) for codes in args.codes}
+        lengths = tqdm(args.codes, desc=f"batch {batch}: errors", unit="length")
+        errors = {codes: errors_of(args, decoders, codes, batch) for codes in lengths}
         found: list[Row] = []
-        for found in harness.measure(variants, args.codes, args.pairs, device, length_name="codes"):
+        for found in harness.measure(
+            build_variants(args, batch, decoders.variants),
+            args.codes,
+            args.pairs,
+            device,
+            length_name="codes",
+            description=f"batch {batch}",
+        ):
             for row in found:
                 row |= {"batch": batch} | errors[row["codes"]]
             yield [*done, *found]
-        if args.memory:
-            for row in found:
-                for name in args.variants:
-                    build = partial(build_variants, args, batch)
-                    row[f"{name}_extra_mib"] = harness.extra_memory(build, name, row["codes"], device, WARM_UP_CODES)
         done += found
-    yield done
 
 
-def build_variants(args: argparse.Namespace, batch: int, decoders: dict[str, Decode] | None = None) -> list[Variant]:
-    """The variants for one batch. A run returns nothing to compare: errors are to each request alone."""
-    decoders = decoders or build_decoders(args)
+def build_variants(
+    args: argparse.Namespace,
+    batch: int,
+    variants: dict[str, Decode] | None = None,
+    *,
+    sizes: dict[str, Any] | None = None,
+) -> list[Variant]:
+    """The variants for one batch. A run returns nothing to compare: errors are to each request alone.
+
+    Args:
+        args: of the command.
+        batch: requests in a decode.
+        variants: as `build_decoders` makes them; None to build them.
+        sizes: of the tokenizer; None for `SIZES`.
+    """
+    variants = variants or build_decoders(args, sizes).variants
 
     def prepare(decode: Decode, codes: int) -> Run:
-        requests = make_requests(args, codes, batch)
+        requests = make_requests(args, codes, batch, sizes)
 
         def decode_all() -> None:
             decode(requests)
 
         return decode_all
 
-    return [Variant(name, partial(prepare, decoders[name])) for name in args.variants]
+    return [Variant(name, partial(prepare, decode)) for name, decode in variants.items()]
 
 
-def make_requests(args: argparse.Namespace, codes: int, batch: int) -> "list[Tensor]":
+def _build_in_a_process(args: argparse.Namespace, row: Row, name: str) -> Callable[[], list[Variant]]:
+    """What builds one variant for the batch of a row, and can be pickled, as the parser in the arguments cannot."""
+    needed = ("codes", "mixed", "decoder_layers", "dtype", "device", "seed")
+    own = {field: getattr(args, field) for field in needed} | {"batch": [row["batch"]], "variants": [name]}
+    return partial(build_variants, argparse.Namespace(**own), row["batch"], sizes=SIZES)
+
+
+def make_requests(
+    args: argparse.Namespace, codes: int, batch: int, sizes: dict[str, Any] | None = None
+) -> "list[Tensor]":
     """The codes of a batch, int64 ``[ROWS, codes]`` each on the CPU, the same for every variant."""
     import torch
 
     generator = torch.Generator().manual_seed(args.seed)
-    sizes = SIZES["codebook_size"]
-    sizes = torch.tensor([*sizes, *[sizes[-1]] * ROWS][:ROWS])[:, None]
+    books = (SIZES if sizes is None else sizes)["codebook_size"]
+    entries = torch.tensor([*books, *[books[-1]] * ROWS][:ROWS])[:, None]
     lengths = [max(1, round(codes * MIXED[index % len(MIXED)])) if args.mixed else codes for index in range(batch)]
-    return [(torch.rand(ROWS, length, generator=generator) * sizes).long() for length in lengths]
+    return [(torch.rand(ROWS, length, generator=generator) * entries).long() for length in lengths]
 
 
-def build_decoders(args: argparse.Namespace) -> dict[str, Decode]:
-    """One tokenizer and each variant's way to decode with it; beside them, as "alone", each request by itself."""
+def build_decoders(args: argparse.Namespace, sizes: dict[str, Any] | None = None) -> Decoders:
+    """One tokenizer and the ways to decode with it.
+
+    Args:
+        args: of the command.
+        sizes: of the tokenizer, but for the layers of its decoder; None for `SIZES`.
+    """
     import torch
     from vllm_omni.model_executor.models.mimo_audio.config_mimo_audio import MiMoAudioTokenizerConfig
     from vllm_omni.model_executor.models.mimo_audio.modeling_audio_tokenizer import MiMoAudioTokenizer
 
     torch.manual_seed(args.seed)
-    sizes = SIZES | {"decoder_layers": args.decoder_layers, "codebook_size": list(SIZES["codebook_size"])}
-    tokenizer: Any = MiMoAudioTokenizer(MiMoAudioTokenizerConfig(**sizes))
+    sizes = SIZES if sizes is None else sizes
+    sizes = sizes | {"decoder_layers": args.decoder_layers, "codebook_size": list(sizes["codebook_size"])}
+    tokenizer: Any = MiMoAudioTokenizer(MiMoAudioTokenizerConfig(**sizes)).eval()
     for index, layer in enumerate(tokenizer.encoder.quantizer.vq.layers):
         layer._codebook.embed.normal_().mul_(0.8**index)
-    tokenizer = tokenizer.to(args.device, getattr(torch, args.dtype)).eval()
-
-    def alone(requests: "list[Tensor]") -> "list[Tensor]":
-        return [tokenizer.decode(codes.to(args.device)).float().reshape(-1) for codes in requests]
-
-    return {
-        "alone": alone,
-        "stock": partial(_decode_packed, tokenizer, args.device),
-        "stock_fixed": _fixed(tokenizer, args.device),
-        "plugin": _plugin(tokenizer, args),
+    alone_fp32 = None
+    if args.dtype != "float32":
+        alone_fp32 = partial(_decode_alone, copy.deepcopy(tokenizer).to(args.device), args.device)
+    tokenizer = tokenizer.to(args.device, getattr(torch, args.dtype))
+    build: dict[str, Callable[[], Decode]] = {
+        "stock": lambda: partial(_decode_packed, tokenizer, args.device),
+        "stock_fixed": lambda: StockFixed(tokenizer, args.device),
+        "plugin": lambda: _plugin(tokenizer, args),
     }
+    return Decoders(
+        {name: build[name]() for name in args.variants}, partial(_decode_alone, tokenizer, args.device), alone_fp32
+    )
+
+
+def _decode_alone(tokenizer: Any, device: str, requests: "list[Tensor]") -> "list[Tensor]":
+    return [tokenizer.decode(codes.to(device)).float().reshape(-1).cpu() for codes in requests]
 
 
 def _decode_packed(tokenizer: Any, device: str, requests: "list[Tensor]") -> "list[Tensor]":
@@ -225,39 +291,63 @@ def _decode_packed(tokenizer: Any, device: str, requests: "list[Tensor]") -> "li
     import torch
 
     hidden = [tokenizer.encoder.decode_vq(codes.to(device)) for codes in requests]
-    lengths = torch.tensor([len(one) for one in hidden], device=device)
-    waveforms = tokenizer.decoder(torch.cat(hidden), lengths).float().reshape(len(requests), -1)
-    samples = waveforms.shape[1] // int(lengths.max())
-    return [waveform[: samples * codes.shape[1]] for waveform, codes in zip(waveforms, requests, strict=True)]
+    lengths = [len(one) for one in hidden]
+    waveforms = tokenizer.decoder(torch.cat(hidden), torch.tensor(lengths, device=device))
+    waveforms = waveforms.float().reshape(len(requests), -1)
+    samples = waveforms.shape[1] // max(lengths)
+    return [waveform[: samples * length].cpu() for waveform, length in zip(waveforms, lengths, strict=True)]
 
 
-def _fixed(tokenizer: Any, device: str) -> Decode:
-    """As vLLM-Omni's CUDA graph wrapper; on a CPU what it captures, called."""
-    import torch
-    from vllm_omni.model_executor.models.mimo_audio.cuda_graph_decoder_wrapper import CUDAGraphMiMoDecoderWrapper
-    from vllm_omni.model_executor.models.mimo_audio.modeling_audio_tokenizer import TransformerVocos
+class StockFixed:
+    """As vLLM-Omni's CUDA graph wrapper decodes; on a CPU what it captures, called.
 
-    wrapper = CUDAGraphMiMoDecoderWrapper(tokenizer, code_rows=[ROWS])
-    if device == "cuda":
-        wrapper.warmup(torch.device(device))
-    window = tuple(tokenizer.config.vocoder_attn_window_size)
+    Args:
+        tokenizer: upstream's.
+        device: "cuda" captures graphs of all its buckets here.
+    """
 
-    def decode(codes: "Tensor") -> "Tensor":
+    def __init__(self, tokenizer: Any, device: str) -> None:
+        import torch
+        from vllm_omni.model_executor.models.mimo_audio.cuda_graph_decoder_wrapper import CUDAGraphMiMoDecoderWrapper
+
+        self._tokenizer = tokenizer
+        self._device = device
+        self._wrapper: Any = CUDAGraphMiMoDecoderWrapper(tokenizer, code_rows=[ROWS])
         if device == "cuda":
-            return wrapper.decode(codes.to(device))
-        length = codes.shape[1]
-        bucket = next((size for size in wrapper.DEFAULT_CAPTURE_SIZES if size >= length), None)
-        if bucket is None:
-            return tokenizer.decode(codes)
-        padded = torch.nn.functional.pad(codes, (0, bucket - length))
-        frames, of_bucket = wrapper._compute_vocoder_seq_len(length), wrapper._compute_vocoder_seq_len(bucket)
-        mask = TransformerVocos.build_vocoder_attn_mask(
-            of_bucket, frames, window, codes.device, tokenizer.decoder.layer_norm.weight.dtype
-        )
-        waveform = tokenizer.decode_fixed(padded, bucket, vocoder_attn_mask=mask)
-        return waveform[..., : wrapper._compute_output_wav_len(length)]
+            self._wrapper.warmup(torch.device(device))
+        else:
+            self._wrapper.capture_sizes = self._wrapper.compute_capture_sizes()
 
-    return lambda requests: [decode(codes).float().reshape(-1) for codes in requests]
+    def bucket(self, codes: int) -> int | None:
+        """The codes that so many are padded to; None where they are decoded eagerly and without padding."""
+        size = self._wrapper._get_padded_size(codes)
+        captured = self._device != "cuda" or (ROWS, size) in self._wrapper.graphs
+        return size if captured else None
+
+    def __call__(self, requests: "list[Tensor]") -> "list[Tensor]":
+        """Decode one request after the other."""
+        return [self._decode(codes).float().reshape(-1).cpu() for codes in requests]
+
+    def _decode(self, codes: "Tensor") -> "Tensor":
+        import torch
+        from vllm_omni.model_executor.models.mimo_audio.modeling_audio_tokenizer import TransformerVocos
+
+        if self._device == "cuda":
+            return self._wrapper.decode(codes.to(self._device))
+        length = codes.shape[1]
+        bucket = self.bucket(length)
+        if bucket is None:
+            return self._tokenizer.decode(codes)
+        padded = torch.nn.functional.pad(codes, (0, bucket - length))
+        mask = TransformerVocos.build_vocoder_attn_mask(
+            self._wrapper._compute_vocoder_seq_len(bucket),
+            self._wrapper._compute_vocoder_seq_len(length),
+            tuple(self._tokenizer.config.vocoder_attn_window_size),
+            codes.device,
+            self._tokenizer.decoder.layer_norm.weight.dtype,
+        )
+        waveform = self._tokenizer.decode_fixed(padded, bucket, vocoder_attn_mask=mask)
+        return waveform[..., : self._wrapper._compute_output_wav_len(length)]
 
 
 def _plugin(tokenizer: Any, args: argparse.Namespace) -> Decode:
@@ -270,31 +360,43 @@ def _plugin(tokenizer: Any, args: argparse.Namespace) -> Decode:
         return BatchDecoder(decoder).decode
     shapes = [(batch, codes, ROWS) for batch in args.batch for codes in args.codes]
     runner = graph_runner(decoder, shapes, backend=CudaGraphBackend(), budget=CaptureBudget(seconds=600, mib=64 * 1024))
-    runner.capture_all()
+    missing = set(shapes) - set(runner.capture_all())
+    if missing:  # figures without a graph must not pass for figures with one
+        raise RuntimeError(f"plugin: no graph could be captured for {sorted(missing)} (requests, codes, rows)")
     return BatchDecoder(decoder, runner).decode
 
 
-def errors_of(args: argparse.Namespace, decoders: dict[str, Decode], codes: int, batch: int) -> Row:
-    """The largest error of a request to its decode alone, of each variant: of all of it, and of its end."""
+def errors_of(args: argparse.Namespace, decoders: Decoders, codes: int, batch: int) -> Row:
+    """The largest error of a request to its decode alone, of each variant: of all of it, and of its end.
+
+    Fields with "fp32" are of the decode in float32, where that is another one. With `stock_fixed` come its buckets,
+    each once, None for those decoded eagerly.
+    """
     import torch
 
     requests = make_requests(args, codes, batch)
     row: Row = {}
     with torch.inference_mode():
-        expected = [waveform.cpu().double() for waveform in decoders["alone"](requests)]
-        for name in args.variants:
-            actual = [waveform.cpu().double() for waveform in decoders[name](requests)]
-            pairs = list(zip(actual, expected, strict=True))
-            row[f"{name}_rel_error"] = max(_rel_error(one, other) for one, other in pairs)
-            row[f"{name}_tail_rel_error"] = max(
-                _rel_error(one[-TAIL_SAMPLES:], other[-TAIL_SAMPLES:]) for one, other in pairs
-            )
+        references = {"": decoders.alone(requests)}
+        if decoders.alone_fp32 is not None:
+            references["fp32_"] = decoders.alone_fp32(requests)
+        for name, decode in decoders.variants.items():
+            actual = decode(requests)
+            for prefix, expected in references.items():
+                pairs = list(zip(actual, expected, strict=True))
+                row[f"{name}_{prefix}rel_error"] = max(_rel_error(one, other) for one, other in pairs)
+                row[f"{name}_{prefix}tail_rel_error"] = max(
+                    _rel_error(one[-TAIL_SAMPLES:], other[-TAIL_SAMPLES:]) for one, other in pairs
+                )
+            if isinstance(decode, StockFixed):
+                row[f"{name}_buckets"] = list(dict.fromkeys(decode.bucket(request.shape[1]) for request in requests))
     return row
 
 
 def _rel_error(actual: "Tensor", expected: "Tensor") -> float:
     if actual.shape != expected.shape:
         raise RuntimeError(f"the variants differ in shape: {tuple(actual.shape)} against {tuple(expected.shape)}")
+    actual, expected = actual.double(), expected.double()
     return float((actual - expected).norm() / expected.norm())
 
 
@@ -311,13 +413,18 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
     ]
     columns += [(f"{name}: error", f"{name}_rel_error", "{:.0e}") for name in names]
     columns += [(f"{name}: error at the end", f"{name}_tail_rel_error", "{:.0e}") for name in names]
+    columns += [(f"{name}: error to float32", f"{name}_fp32_rel_error", "{:.0e}") for name in names]
+    columns += [(f"{name}: bucket", f"{name}_buckets", "{}") for name in names]
     columns += [(f"{name}, MiB", f"{name}_extra_mib", "{:.0f}") for name in names]
     columns = [column for column in columns if any(column[1] in row for row in rows)]
     out = PrettyTable([title for title, _, _ in columns], align="r")
     for row in rows:
         cells = []
         for _, field, form in columns:
-            cell = form.format(row[field]) if field in row else "-"
+            value = row.get(field)
+            if isinstance(value, list):
+                value = ", ".join("eager" if bucket is None else str(bucket) for bucket in value)
+            cell = "-" if value is None else form.format(value)
             if f"{field}_min" in row and field.endswith("speedup"):
                 cell += f" ({form.format(row[f'{field}_min'])} to {form.format(row[f'{field}_max'])})"
             cells.append(cell)
