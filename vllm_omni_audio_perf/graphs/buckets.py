@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes for which graphs are captured, and which of them a call is padded to."""
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -40,6 +41,8 @@ class Buckets:
         for dim in self._exact_dims:
             if dim < 0 or (self._rank is not None and dim >= self._rank):
                 raise ValueError(f"Exact dimension {dim} is not a dimension of buckets of rank {self._rank}.")
+        # Putting the requests of a step together asks thousands of times, and for few shapes.
+        self._choose_cached = functools.lru_cache(maxsize=4096)(self._choose)
         self._largest_first = tuple(sorted(buckets, key=lambda bucket: (math.prod(bucket), bucket), reverse=True))
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -61,12 +64,15 @@ class Buckets:
         Raises:
             ValueError: for a size below 1, or another rank.
         """
+        return self._choose_cached(tuple(shape))
+
+    def _choose(self, shape: Bucket) -> Bucket | None:
         if any(size < 1 for size in shape):
-            raise ValueError(f"Shape {tuple(shape)} is empty: every size must be at least 1.")
+            raise ValueError(f"Shape {shape} is empty: every size must be at least 1.")
         if self._rank is None:
             return None
         if len(shape) != self._rank:
-            raise ValueError(f"Shape {tuple(shape)} is of rank {len(shape)}, the buckets are of rank {self._rank}.")
+            raise ValueError(f"Shape {shape} is of rank {len(shape)}, the buckets are of rank {self._rank}.")
         return next((bucket for bucket in reversed(self._largest_first) if self._holds(bucket, shape)), None)
 
     def _holds(self, bucket: Bucket, shape: Sequence[int]) -> bool:
