@@ -14,10 +14,10 @@ from vllm_omni_audio_perf.architectures import MIMO_AUDIO
 from vllm_omni_audio_perf.graphs import CaptureBudget
 from vllm_omni_audio_perf.mimo_audio.batch_decoder import BatchDecoder, graph_runner
 from vllm_omni_audio_perf.mimo_audio.groups import END_OF_SPEECH_MARK, to_ids
-from vllm_omni_audio_perf.mimo_audio.stage_check import SCHEDULER, checked_options, checked_stream
+from vllm_omni_audio_perf.mimo_audio.stage_check import checked_options, checked_stream
 from vllm_omni_audio_perf.mimo_audio.streaming import StreamSettings, windows
-from vllm_omni_audio_perf.options import OptionError
 from vllm_omni_audio_perf.scheduling.request_errors import ERROR_OUTPUT, take_error
+from vllm_omni_audio_perf.scheduling.stage_settings import SCHEDULER
 from vllm_omni_audio_perf.scheduling.steps import start_up_information
 from vllm_omni_audio_perf.testing.graph_backends import ReexecutingBackend
 
@@ -369,9 +369,21 @@ def test_sleep_mode_goes_without_graphs(mimo_audio_checkpoint: Path, monkeypatch
 
 def test_a_missing_tokenizer_is_named(mimo_audio_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stage_config(mimo_audio_checkpoint)
+    monkeypatch.setenv("MIMO_AUDIO_TOKENIZER_PATH", "nobody/nothing")
+    with pytest.raises(ValueError, match="PATH is 'nobody/nothing'; allowed: a folder with the tokenizer's config"):
+        checked_options(config)
     monkeypatch.delenv("MIMO_AUDIO_TOKENIZER_PATH")
     with pytest.raises(ValueError, match="set MIMO_AUDIO_TOKENIZER_PATH in the environment"):
         checked_options(config)
+
+
+def test_errors_are_told_through_our_scheduler_alone(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one would pass them on to the client as an output."""
+    assert ERROR_OUTPUT in run(stage, [[1, 2, 3]])
+    monkeypatch.setattr(stage, "_can_report_errors", False)
+    outputs = run(stage, [[1, 2, 3]])
+    assert ERROR_OUTPUT not in outputs
+    assert outputs["model_outputs"][0].shape == (0,)
 
 
 def test_warnings_are_given_once(mimo_audio_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -389,7 +401,3 @@ def test_settings_of_a_stream(mimo_audio_checkpoint: Path) -> None:
     settings = checked_stream(stage_config(mimo_audio_checkpoint))
     assert settings == StreamSettings(chunk=5, left_context=40)
     assert checked_stream(stage_config(mimo_audio_checkpoint, async_chunk=False)) is None
-
-
-def test_option_errors_are_value_errors() -> None:
-    assert issubclass(OptionError, ValueError)

@@ -26,6 +26,7 @@ from vllm_omni_audio_perf.mimo_audio.layers import (
     CausalConvTranspose1d,
     TransformerLayer,
     rotary_table,
+    transformer_layers,
     valid_steps,
 )
 from vllm_omni_audio_perf.mimo_audio.varlen import Attention, VarlenAttention, load_flash_attention
@@ -33,7 +34,6 @@ from vllm_omni_audio_perf.mimo_audio.vocoder import TransformerVocos
 from vllm_omni_audio_perf.ops import WindowedAttention
 
 DEFAULTS: dict[str, Any] = {
-    "stride_size": 2,
     "avg_pooler": 1,
     "d_model": 768,
     "activation_function": "gelu",
@@ -77,15 +77,8 @@ class AudioDecoder(nn.Module):
             if config.avg_pooler != 1
             else None
         )
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                config.d_model,
-                config.decoder_attention_heads,
-                config.decoder_ffn_dim,
-                norm=config.ln_type,
-                activation=ACTIVATIONS[config.activation_function],
-            )
-            for _ in range(config.decoder_layers)
+        self.layers = transformer_layers(
+            config, config.decoder_layers, config.d_model, config.decoder_attention_heads, config.decoder_ffn_dim
         )
         self.layer_norm = NORMS[config.ln_type](config.d_model)
         self.dconv2 = CausalConvTranspose1d(
@@ -173,8 +166,7 @@ class FixedShapeDecoder(nn.Module):
 
     def _build(self, config: object) -> None:
         settings = decoder_settings(config)
-        self.window: tuple[int, int] = tuple(settings.vocoder_attn_window_size)
-        self.vocoder_layers: int = settings.vocoder_num_layers
+        self.vocoder_window: tuple[int, int] = tuple(settings.vocoder_attn_window_size)
         self.sampling_rate: int = settings.sampling_rate
         self.num_quantizers: int = settings.num_quantizers
         self.codebook_sizes: list[int] = settings.codebook_size
@@ -194,10 +186,6 @@ class FixedShapeDecoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """In which it computes; waveforms are float32."""
         return self.decoder.dconv2.conv.weight.dtype
-
-    def vocoder_frames(self, codes: int) -> int:
-        """Vocoder frames of so many codes."""
-        return codes * self.frames_per_code
 
     def decode(self, codes: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Decode requests, each as if it were alone.

@@ -8,6 +8,7 @@ changes nothing before it. Capture-safe: nothing is read back, and shapes depend
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "swish": functional.silu,
 }
-
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": partial(nn.RMSNorm, eps=1e-6)}
 
@@ -97,6 +97,14 @@ class TransformerLayer(nn.Module):
             limit = torch.finfo(hidden.dtype).max - 1000
             hidden = hidden.clamp(-limit, limit)
         return hidden
+
+
+def transformer_layers(config: Any, count: int, dim: int, heads: int, ffn_dim: int) -> nn.ModuleList:
+    """So many layers with the norm and the activation of a tokenizer's settings."""
+    activation = ACTIVATIONS[config.activation_function]
+    return nn.ModuleList(
+        TransformerLayer(dim, heads, ffn_dim, norm=config.ln_type, activation=activation) for _ in range(count)
+    )
 
 
 class CausalConvTranspose1d(nn.Module):

@@ -24,7 +24,7 @@ from vllm_omni_audio_perf.mimo_audio.batch_decoder import BatchDecoder, graph_ru
 from vllm_omni_audio_perf.mimo_audio.batching import decode_buckets
 from vllm_omni_audio_perf.mimo_audio.decoder import FixedShapeDecoder
 from vllm_omni_audio_perf.mimo_audio.groups import check_codes, from_ids
-from vllm_omni_audio_perf.mimo_audio.stage_check import checked_options, checked_stream
+from vllm_omni_audio_perf.mimo_audio.stage_check import SCHEDULER, checked_options, checked_stream
 from vllm_omni_audio_perf.mimo_audio.stage_inputs import is_to_end_empty
 from vllm_omni_audio_perf.mimo_audio.streaming import new_frames
 from vllm_omni_audio_perf.scheduling.steps import (
@@ -64,10 +64,11 @@ class AudioPerfMiMoAudio(MiMoAudioForConditionalGeneration):
         self._stream = checked_stream(vllm_config)
         self._options = options
         self._is_captured = False
-        self._frames_per_group = self.config.group_size * decoder.vocoder_frames(1)
-        self._samples_per_frame = decoder.samples_per_code // decoder.vocoder_frames(1)
-        self._right_window = max(0, tokenizer.config.vocoder_attn_window_size[1])
+        self._frames_per_group = self.config.group_size * decoder.frames_per_code
+        self._samples_per_frame = decoder.samples_per_code // decoder.frames_per_code
+        self._right_window = max(0, decoder.vocoder_window[1])
         self.failed_requests = 0
+        self._can_report_errors = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
         # Only for this does the engine note how far a request is, as `_omni_num_computed_tokens`.
         self.has_preprocess = True
         self.set_custom_preprocess(leave_inputs)
@@ -172,7 +173,10 @@ class AudioPerfMiMoAudio(MiMoAudioForConditionalGeneration):
             waveform[window.first * self._samples_per_frame : window.end * self._samples_per_frame].contiguous()
             for waveform, window in zip(waveforms, windows, strict=True)
         ]
-        told = [None if is_to_end_empty(buffer) else error for error, buffer in zip(errors, buffers, strict=True)]
+        told = [
+            error if self._can_report_errors and not is_to_end_empty(buffer) else None
+            for error, buffer in zip(errors, buffers, strict=True)
+        ]
         return audio_output(spoken, told)
 
     def _window_of(self, ids: list[int], buffer: Mapping[str, Any]) -> "_Window":

@@ -21,12 +21,11 @@ from vllm_omni_audio_perf.mimo_audio.stage_inputs import asks_for_ours
 from vllm_omni_audio_perf.mimo_audio.streaming import StreamSettings, check_left_context
 from vllm_omni_audio_perf.options import MiMoAudioOptions
 from vllm_omni_audio_perf.scheduling.offline import end_with_empty_audio
+from vllm_omni_audio_perf.scheduling.stage_settings import CODE2WAV, SCHEDULER, refuse_several_devices
 
 logger = logging.getLogger(__name__)
 
-CODE2WAV = "code2wav"
 TOKENIZER_PATH = "MIMO_AUDIO_TOKENIZER_PATH"
-SCHEDULER = "vllm_omni_audio_perf.scheduling.scheduler.AudioPerfGenerationScheduler"
 
 _end_with_empty_audio = end_with_empty_audio(MIMO_AUDIO)
 
@@ -48,7 +47,7 @@ def checked_options(vllm_config: Any) -> MiMoAudioOptions:
     Raises:
         ValueError: for an option that is unknown or not allowed; for a stage other than code2wav; for a tensor or
             pipeline parallel size over 1; for sleep mode beside CUDA graphs; for vLLM's second model runner; for a
-            tokenizer that is nowhere.
+            tokenizer that is not there.
     """
     model_config = vllm_config.model_config
     stage = getattr(model_config, "model_stage", None)
@@ -57,34 +56,34 @@ def checked_options(vllm_config: Any) -> MiMoAudioOptions:
     if getattr(model_config, "use_v2_model_runner", False):
         raise ValueError("model_runner is 'v2', which does not tell a stage how far a request is; allowed: v1.")
     options = MiMoAudioOptions.from_additional_config(vllm_config.additional_config)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(vllm_config.parallel_config, name)
-        if size > 1:
-            raise ValueError(
-                f"The code2wav stage runs on one device: {name} is {size}, allowed is 1 "
-                "(for more throughput give the stage replicas: `num_replicas`)."
-            )
+    refuse_several_devices(vllm_config)
     if options.cuda_graphs and getattr(model_config, "enable_sleep_mode", False):
         raise ValueError(
             "enable_sleep_mode takes away the memory that captured CUDA graphs use; allowed: without it, or with "
             "`additional_config: {audio_perf: {cuda_graphs: false}}`."
         )
-    tokenizer_path(vllm_config)
+    tokenizer_config(vllm_config)
     return options
 
 
-def tokenizer_path(vllm_config: Any) -> str:
-    """Where the audio tokenizer is, as vLLM-Omni looks for it.
+def tokenizer_config(vllm_config: Any) -> dict[str, Any]:
+    """The audio tokenizer's settings, with upstream's default values, from where vLLM-Omni looks for it.
 
     Raises:
-        ValueError: where nothing says so.
+        ValueError: where nothing says where that is, or it is no folder with a ``config.json``; upstream's first stage
+            takes no name of a repository either.
     """
+    from vllm_omni.model_executor.models.mimo_audio.config_mimo_audio import MiMoAudioTokenizerConfig
+
     path = getattr(vllm_config.model_config, "audio_tokenizer_path", None) or os.environ.get(TOKENIZER_PATH)
     if not path:
         raise ValueError(
             f"Nothing says where the MiMo-Audio tokenizer is: set {TOKENIZER_PATH} in the environment to its folder."
         )
-    return str(path)
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{TOKENIZER_PATH} is {str(path)!r}; allowed: a folder with the tokenizer's config.json.")
+    return MiMoAudioTokenizerConfig(**json.loads(file.read_text(encoding="utf-8"))).to_dict()
 
 
 def connector_extra(vllm_config: Any) -> Mapping[str, Any]:
@@ -109,17 +108,17 @@ def checked_stream(vllm_config: Any) -> StreamSettings | None:
         return None
     config = model_config.hf_config
     group_size, audio_channels = config.group_size, config.audio_channels
-    tokenizer = _tokenizer_config(tokenizer_path(vllm_config))
-    if tokenizer is not None:
-        warning = check_left_context(
-            settings,
-            left_window=tokenizer["vocoder_attn_window_size"][0],
-            right_window=tokenizer["vocoder_attn_window_size"][1],
-            layers=tokenizer["vocoder_num_layers"],
-            frames_per_group=group_size * tokenizer["avg_pooler"] * tokenizer["decoder_stride_size"],
-        )
-        if warning:
-            _warn_once(warning)
+    tokenizer = tokenizer_config(vllm_config)
+    left_window, right_window = tokenizer["vocoder_attn_window_size"]
+    warning = check_left_context(
+        settings,
+        left_window=left_window,
+        right_window=right_window,
+        layers=tokenizer["vocoder_num_layers"],
+        frames_per_group=group_size * tokenizer["avg_pooler"] * tokenizer["decoder_stride_size"],
+    )
+    if warning:
+        _warn_once(warning)
     if not asks_for_ours(extra):
         _warn_once(
             "The connector has no audio_perf section: vLLM-Omni's own input processor cuts the chunks. Version 0.30.0 "
@@ -140,16 +139,6 @@ def checked_stream(vllm_config: Any) -> StreamSettings | None:
             f"context ({longest} groups)."
         )
     return settings
-
-
-def _tokenizer_config(path: str) -> dict[str, Any] | None:
-    """The tokenizer's settings, with upstream's default values; None where its folder is not on this machine."""
-    from vllm_omni.model_executor.models.mimo_audio.config_mimo_audio import MiMoAudioTokenizerConfig
-
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return None
-    return MiMoAudioTokenizerConfig(**json.loads(file.read_text(encoding="utf-8"))).to_dict()
 
 
 _warned: set[str] = set()

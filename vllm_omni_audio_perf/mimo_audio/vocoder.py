@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vllm_omni_audio_perf.mimo_audio.layers import ACTIVATIONS, NORMS, TransformerLayer, rotary_table
+from vllm_omni_audio_perf.mimo_audio.layers import NORMS, TransformerLayer, rotary_table, transformer_layers
 from vllm_omni_audio_perf.mimo_audio.varlen import Attention as AttentionForm
 from vllm_omni_audio_perf.ops import inverse_stft
 
@@ -57,15 +57,12 @@ class TransformerVocos(nn.Module):
         self.base = config.rope_theta
         self.head_dim = config.vocoder_dim // config.vocoder_attention_heads
         self.embeddings = nn.Linear(config.n_mels, config.vocoder_dim, bias=False)
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                config.vocoder_dim,
-                config.vocoder_attention_heads,
-                config.vocoder_intermediate_dim,
-                norm=config.ln_type,
-                activation=ACTIVATIONS[config.activation_function],
-            )
-            for _ in range(config.vocoder_num_layers)
+        self.layers = transformer_layers(
+            config,
+            config.vocoder_num_layers,
+            config.vocoder_dim,
+            config.vocoder_attention_heads,
+            config.vocoder_intermediate_dim,
         )
         self.layer_norm = NORMS[config.ln_type](config.vocoder_dim)
         self.head = ISTFTHead(config.vocoder_dim, config.nfft, config.hop_length)

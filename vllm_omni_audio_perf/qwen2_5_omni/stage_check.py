@@ -14,10 +14,9 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm_omni_audio_perf import compat
 from vllm_omni_audio_perf.options import SECTION, OptionError, Token2WavOptions
 from vllm_omni_audio_perf.qwen2_5_omni import client_requests
+from vllm_omni_audio_perf.scheduling.stage_settings import CODE2WAV, SCHEDULER, refuse_several_devices
 
-CODE2WAV = "code2wav"
 TALKER = "talker"
-SCHEDULER = "vllm_omni_audio_perf.scheduling.scheduler.AudioPerfGenerationScheduler"
 
 
 class StageCheck(VerifyAndUpdateConfig):
@@ -59,13 +58,7 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
                 f"allowed: on stage {CODE2WAV!r} only."
             )
         return options
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(vllm_config.parallel_config, name)
-        if size > 1:
-            raise ValueError(
-                f"The code2wav stage runs on one device: {name} is {size}, allowed is 1 "
-                "(for more throughput give the stage replicas: `num_replicas`)."
-            )
+    refuse_several_devices(vllm_config)
     if getattr(vllm_config.model_config.hf_config, "token2wav_config", None) is None:
         raise ValueError(f"{vllm_config.model_config.model} has no token2wav_config, so it cannot produce audio.")
     return options
