@@ -41,7 +41,7 @@ class StageOptions:
             OptionError: for an unknown option, a value that is not allowed, or a misspelt section.
         """
         allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        return cls(**_section(additional_config, allowed))
+        return cls(**read_section(additional_config, allowed, "additional_config"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +91,27 @@ class MiMoAudioOptions(StageOptions):
                 raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: a whole number of at least 1.")
 
 
-def _section(additional_config: object, allowed: list[str]) -> dict[str, Any]:
-    """The ``audio_perf`` dictionary, all of whose keys are among `allowed`."""
-    if not isinstance(additional_config, Mapping):  # vLLM also allows a hashable config object, which is not ours
+def read_section(config: object, allowed: list[str], where: str) -> dict[str, Any]:
+    """The ``audio_perf`` dictionary in a configuration of others, all of whose keys are among `allowed`.
+
+    Args:
+        config: in which it stands, if anywhere.
+        allowed: names of its options.
+        where: the configuration's name, for errors.
+
+    Raises:
+        OptionError: for an unknown option, a section that is none, or a misspelt one.
+    """
+    if not isinstance(config, Mapping):  # vLLM also allows a hashable config object, which is not ours
         return {}
-    for key in additional_config:
+    for key in config:
         if key != SECTION and difflib.get_close_matches(str(key).lower(), [SECTION], cutoff=0.9):
-            raise OptionError(f"additional_config has a section {key!r}; did you mean {SECTION!r}?")
-    section = additional_config.get(SECTION)
+            raise OptionError(f"{where} has a section {key!r}; did you mean {SECTION!r}?")
+    section = config.get(SECTION)
     if section is None:
         return {}
     if not isinstance(section, Mapping):
-        raise OptionError(
-            f"additional_config.{SECTION} is {section!r}; allowed: a mapping of options ({', '.join(allowed)})."
-        )
+        raise OptionError(f"{where}.{SECTION} is {section!r}; allowed: a mapping of options ({', '.join(allowed)}).")
     for key in section:
         if key not in allowed:
             raise OptionError(f"Unknown option {SECTION}.{key} = {section[key]!r}; allowed: {', '.join(allowed)}.")

@@ -208,6 +208,14 @@ def test_is_built_without_upstream(tokenizer: Any, decoder: FixedShapeDecoder) -
     assert torch.equal(other.decode(*padded([codes], 22))[0], decoder.decode(*padded([codes], 22))[0])
 
 
+def test_default_settings_are_upstreams() -> None:
+    upstream = pytest.importorskip("vllm_omni.model_executor.models.mimo_audio.config_mimo_audio")
+    theirs, ours = upstream.MiMoAudioTokenizerConfig(), decoder_module.decoder_settings({})
+    theirs.codebook_size *= theirs.num_quantizers  # upstream fills them up when it builds the codebooks
+    for name in decoder_module.DEFAULTS:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -164,7 +164,7 @@ def test_how_far_the_vocoder_looks(decoder: FixedShapeDecoder) -> None:
             for hidden in (mel, other)
         )
     changed = (before != after)[0].reshape(frames, -1).any(dim=1).nonzero().flatten()
-    layers = decoder.vocoder_layers
+    layers = len(decoder.decoder.vocoder.layers)
     assert int(changed[0]) >= place - 10 * layers - 2
     assert int(changed[-1]) <= place + 40 * layers + 2
     assert len(changed) > 40 + 10

@@ -15,6 +15,7 @@ from vllm_omni_audio_perf.mimo_audio.streaming import (
     next_window,
     windows,
 )
+from vllm_omni_audio_perf.options import OptionError
 
 FRAMES_PER_GROUP = 16
 LEFT_WINDOW, RIGHT_WINDOW = 40, 10
@@ -143,15 +144,16 @@ def test_settings_stand_in_the_connector(extra: object, expected: StreamSettings
         ({"codec_chunk_ramp": [0, 3]}, "codec_chunk_ramp is 0; allowed: a whole number of at least 1"),
         (
             {"audio_perf": {"right_context": 1}},
-            "Unknown setting audio_perf.right_context = 1; allowed: right_conte",
+            "Unknown option audio_perf.right_context = 1; allowed: right_conte",
         ),
         ({"audio_perf": 3}, "audio_perf is 3; allowed: a mapping"),
         ({"audio_perf": {"right_context_frames": 1.0}}, "audio_perf.right_context_frames is 1.0; allowed"),
+        ({"audio-perf": {}}, "has a section 'audio-perf'; did you mean 'audio_perf'"),
         ({"codec_chunk_frame": 30}, "has 'codec_chunk_frame'; did you mean 'codec_chunk_frames'"),
     ],
 )
 def test_bad_settings_are_named(extra: dict, message: str) -> None:
-    with pytest.raises(StreamSettingsError, match=message):
+    with pytest.raises(OptionError, match=message):
         StreamSettings.from_connector(extra)
 
 

@@ -17,7 +17,8 @@ import torch
 
 from vllm_omni_audio_perf.architectures import MIMO_AUDIO
 from vllm_omni_audio_perf.mimo_audio.groups import SPEECH_MARK, split_groups, to_ids
-from vllm_omni_audio_perf.mimo_audio.streaming import SECTION, StreamSettings, Window, end_of_chunk, next_window
+from vllm_omni_audio_perf.mimo_audio.streaming import StreamSettings, Window, end_of_chunk, next_window
+from vllm_omni_audio_perf.options import SECTION
 from vllm_omni_audio_perf.scheduling.offline import wishes_empty_on_error
 
 _SETTINGS = "_audio_perf_stream_settings"

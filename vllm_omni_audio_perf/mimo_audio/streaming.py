@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-SECTION = "audio_perf"
+from vllm_omni_audio_perf.options import SECTION, OptionError, read_section
+
 MIN_CHUNK = 3
 _CHUNK, _LEFT, _INITIAL, _RAMP = (
     "codec_chunk_frames",
@@ -24,7 +25,7 @@ _CHUNK, _LEFT, _INITIAL, _RAMP = (
 _RIGHT = "right_context_frames"
 
 
-class StreamSettingsError(ValueError):
+class StreamSettingsError(OptionError):
     """A setting of the connector is not allowed. The message names it, its value and what is allowed."""
 
 
@@ -65,16 +66,12 @@ class StreamSettings:
             extra: the connector's ``extra``. Keys other than those named here belong to others.
 
         Raises:
-            StreamSettingsError: for a value that is not allowed and for a misspelt setting.
+            OptionError: for an unknown setting in the section ``audio_perf``, or a misspelt one.
+            StreamSettingsError: for a value that is not allowed and for another misspelt setting.
         """
         values: Mapping[str, Any] = extra if isinstance(extra, Mapping) else {}
-        _refuse_misspelt(values, (_CHUNK, _LEFT, _INITIAL, _RAMP, SECTION), "the connector's extra")
-        section = values.get(SECTION) or {}
-        if not isinstance(section, Mapping):
-            raise StreamSettingsError(f"{SECTION} is {section!r}; allowed: a mapping of settings ({_RIGHT}).")
-        for key in section:
-            if key != _RIGHT:
-                raise StreamSettingsError(f"Unknown setting {SECTION}.{key} = {section[key]!r}; allowed: {_RIGHT}.")
+        _refuse_misspelt(values, (_CHUNK, _LEFT, _INITIAL, _RAMP))
+        section = read_section(values, [_RIGHT], "the connector's extra")
         settings: dict[str, Any] = {"ramp": _ramp(values)}
         for name, key, source in (
             ("chunk", _CHUNK, values),
@@ -240,7 +237,7 @@ def _check_whole(name: str, value: object, least: int) -> None:
         )
 
 
-def _refuse_misspelt(values: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+def _refuse_misspelt(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in values:
         if key not in known and (close := difflib.get_close_matches(str(key), known, cutoff=0.9)):
-            raise StreamSettingsError(f"{where} has {key!r}; did you mean {close[0]!r}?")
+            raise StreamSettingsError(f"the connector's extra has {key!r}; did you mean {close[0]!r}?")
