@@ -38,7 +38,7 @@ def merged(name: str, monkeypatch: pytest.MonkeyPatch, *, gpu: bool) -> list[Any
 
 def test_every_shipped_stage_config_is_tested() -> None:
     assert [name for name, _ in list_stage_configs()] == MIMO_AUDIO_CONFIGS + QWEN2_5_OMNI_CONFIGS
-    assert len(QWEN2_5_OMNI_CONFIGS) == len(MIMO_AUDIO_CONFIGS) == 3
+    assert (len(QWEN2_5_OMNI_CONFIGS), len(MIMO_AUDIO_CONFIGS)) == (4, 3)
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -89,6 +89,15 @@ def test_devices(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(share) == (1 if name.endswith("single_gpu") else 2)
     else:
         assert max(share.values()) == 0.1  # stages on devices of their own start at the same time
+
+
+def test_high_throughput_is_the_same_but_for_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    several, single = (merged(name, monkeypatch, gpu=True) for name in ("qwen2_5_omni_high_throughput", "qwen2_5_omni"))
+    for stage, same in zip(several, single, strict=True):
+        assert stage.yaml_engine_args.pop("max_num_seqs") == 8
+        assert same.yaml_engine_args.pop("max_num_seqs") == 1
+        assert stage.yaml_engine_args == same.yaml_engine_args
+        assert stage.yaml_extras == same.yaml_extras
 
 
 def test_replicas_draw_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from typing import Any, Self
 
 SECTION = "audio_perf"
 NOISE_SOURCES = ("request", "stage")
+SOLVERS = ("rk4", "midpoint", "euler")
+DIT_DTYPES = ("float32", "bfloat16")
 
 
 class OptionError(ValueError):
@@ -55,13 +57,50 @@ class Token2WavOptions(StageOptions):
     """Where the noise comes from: ``request``, from the request's seed alone; ``stage``, as vLLM-Omni 0.30.0 draws it,
     from the stage's own random state, for comparisons with it."""
 
+    num_steps: int = 10
+    """Points of the solve's time grid; it has one interval fewer. Upstream's number. Fewer are faster and another
+    function."""
+
+    solver: str = "rk4"
+    """Rule of the solve: ``rk4``, upstream's, with four evaluations an interval; ``midpoint`` with two; ``euler`` with
+    one."""
+
+    dit_dtype: str = "float32"
+    """Of the weights of the DiT's linear layers, to which their inputs are cast. Residual stream, norms, attention and
+    solver are float32 in any case."""
+
+    frames_per_solve: int = 16_000
+    """Most mel frames of several requests that are solved together; what is over it waits for the next solve. A longer
+    clip is solved alone."""
+
+    group_memory_mib: int = 1024
+    """Memory that the intermediates of an evaluation take at most, in MiB: a longer one runs in groups of blocks."""
+
+    vocoder_frames: int = 1000
+    """Longest mel, in frames, that the vocoder takes whole; a longer one runs in pieces."""
+
+    cuda_graphs: bool = True
+    """Whether evaluations are captured in CUDA graphs at start, on a GPU."""
+
+    graph_mel_frames: int = 600
+    """Most mel frames of a solve whose evaluations run from graphs. Longer ones keep a GPU busy without."""
+
+    graph_seconds: int = 120
+    """Longest time that capturing takes, in seconds; lengths that are left then are evaluated without a graph."""
+
+    graph_memory_mib: int = 2048
+    """Most memory that graphs take, in MiB, within what ``gpu_memory_utilization`` leaves to the stage."""
+
     def __post_init__(self) -> None:
-        if type(self.max_mel_frames) is not int or self.max_mel_frames < 0:
-            raise OptionError(
-                f"{SECTION}.max_mel_frames is {self.max_mel_frames!r}; allowed: a whole number of at least 0."
-            )
-        if self.noise not in NOISE_SOURCES:
-            raise OptionError(f"{SECTION}.noise is {self.noise!r}; allowed: {', '.join(NOISE_SOURCES)}.")
+        _check_choice(self, "noise", NOISE_SOURCES)
+        _check_choice(self, "solver", SOLVERS)
+        _check_choice(self, "dit_dtype", DIT_DTYPES)
+        _check_choice(self, "cuda_graphs", (True, False))
+        _check_whole(self, "max_mel_frames", 0)
+        _check_whole(self, "num_steps", 2)
+        sizes = ("frames_per_solve", "group_memory_mib", "vocoder_frames")
+        for name in (*sizes, "graph_mel_frames", "graph_seconds", "graph_memory_mib"):
+            _check_whole(self, name, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +121,10 @@ class MiMoAudioOptions(StageOptions):
     """Whether decodes without a graph use flash-attn, which must be installed, on a GPU and in half precision."""
 
     def __post_init__(self) -> None:
-        for name in ("cuda_graphs", "flash_attention"):
-            if type(getattr(self, name)) is not bool:
-                raise OptionError(f"{SECTION}.{name} is {getattr(self, name)!r}; allowed: true, false.")
-        for name in ("graph_seconds", "graph_memory_mib"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: a whole number of at least 1.")
+        _check_choice(self, "cuda_graphs", (True, False))
+        _check_choice(self, "flash_attention", (True, False))
+        _check_whole(self, "graph_seconds", 1)
+        _check_whole(self, "graph_memory_mib", 1)
 
 
 def read_section(config: object, allowed: list[str], where: str) -> dict[str, Any]:
@@ -116,3 +152,16 @@ def read_section(config: object, allowed: list[str], where: str) -> dict[str, An
         if key not in allowed:
             raise OptionError(f"Unknown option {SECTION}.{key} = {section[key]!r}; allowed: {', '.join(allowed)}.")
     return dict(section)
+
+
+def _check_choice(options: StageOptions, name: str, allowed: tuple[str, ...] | tuple[bool, ...]) -> None:
+    value = getattr(options, name)
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        words = ", ".join(str(choice).lower() if isinstance(choice, bool) else choice for choice in allowed)
+        raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: {words}.")
+
+
+def _check_whole(options: StageOptions, name: str, minimum: int) -> None:
+    value = getattr(options, name)
+    if type(value) is not int or value < minimum:
+        raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: a whole number of at least {minimum}.")

@@ -38,20 +38,18 @@ def stock(tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, q
 
 
 @pytest.fixture(scope="session")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, shipped_stage_config: str, qwen2_5_omni_checkpoint: Path
-) -> Iterator[Server]:
-    """`vllm-omni serve` with the shipped stage config, but up to four requests in a step of each stage.
+def server(tmp_path_factory: pytest.TempPathFactory, qwen2_5_omni_checkpoint: Path) -> Iterator[Server]:
+    """`vllm-omni serve` with the stage config for many requests at a time.
 
     Code2wav takes so few codes in a step that it gets some requests in two parts.
     """
     folder = tmp_path_factory.mktemp("server")
     config = folder / "stage_config.yaml"
-    assert shipped_stage_config.count("max_num_seqs: 1\n") == 3
-    text = shipped_stage_config.replace("max_num_seqs: 1\n", "max_num_seqs: 4\n")
-    others, batched_tokens, code2wav = text.rpartition("max_num_batched_tokens: 32768\n")
-    assert batched_tokens
-    config.write_text(f"{others}max_num_batched_tokens: {CODES_A_STEP}\n{code2wav}", encoding="utf-8")
+    shipped = stage_config_path("qwen2_5_omni_high_throughput")
+    config.write_text(
+        f"base_config: {shipped}\nstages:\n  - stage_id: 2\n    max_num_batched_tokens: {CODES_A_STEP}\n",
+        encoding="utf-8",
+    )
     server = Server(folder, qwen2_5_omni_checkpoint, config)
     try:
         server.start()

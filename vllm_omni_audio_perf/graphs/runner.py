@@ -178,12 +178,14 @@ class GraphRunner:
             return self.captured
 
     @torch.no_grad()
-    def __call__(self, shape: Sequence[int], *inputs: Tensor) -> Outputs:
+    def __call__(self, shape: Sequence[int], *inputs: Tensor, eager: Callable[[], Outputs] | None = None) -> Outputs:
         """Run the function.
 
         Args:
             shape: what is asked for, of the buckets' rank; decides the bucket and what `trim` leaves.
             inputs: on the device, each at most as large as the static input of the bucket.
+            eager: what to do without a graph, for a caller who knows more about this call than its inputs say; returns
+                what `trim` would leave. None for the runner's own way.
 
         Returns:
             The outputs for `shape`, in tensors of the caller's own.
@@ -201,6 +203,8 @@ class GraphRunner:
             detail = f" ({outcome.detail})" if outcome.detail else ""
             level = logging.WARNING if outcome.reason == Fallback.REPLAY_FAILED else logging.INFO
             logger.log(level, "%s runs without a graph: %s%s.", self.name, outcome.reason, detail)
+        if eager is not None:
+            return eager()
         if self._eager is not None:
             return self._eager(*inputs)
         return tuple(self._trim(self._function(*inputs), shape))

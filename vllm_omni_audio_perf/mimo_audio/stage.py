@@ -27,6 +27,7 @@ from vllm_omni_audio_perf.mimo_audio.groups import check_codes, from_ids
 from vllm_omni_audio_perf.mimo_audio.stage_check import SCHEDULER, checked_options, checked_stream
 from vllm_omni_audio_perf.mimo_audio.stage_inputs import is_to_end_empty
 from vllm_omni_audio_perf.mimo_audio.streaming import new_frames
+from vllm_omni_audio_perf.scheduling.stage_settings import free_share
 from vllm_omni_audio_perf.scheduling.steps import (
     audio_output,
     buffers_of_requests,
@@ -106,7 +107,7 @@ class AudioPerfMiMoAudio(MiMoAudioForConditionalGeneration):
             group_size=self.config.group_size,
             rows=[self.config.audio_channels],
         )
-        mib = min(self._options.graph_memory_mib, self._free_share(decoder.device) // 2**20)
+        mib = min(self._options.graph_memory_mib, free_share(self.vllm_config, decoder.device) // 2**20)
         runner: GraphRunner = graph_runner(
             decoder,
             shapes,
@@ -115,12 +116,6 @@ class AudioPerfMiMoAudio(MiMoAudioForConditionalGeneration):
         )
         runner.capture_all()
         self._decoders = [BatchDecoder(decoder, runner)]
-
-    def _free_share(self, device: torch.device) -> int:
-        """Bytes that ``gpu_memory_utilization`` leaves to this process on a device."""
-        free, total = torch.cuda.mem_get_info(device)
-        share = int(total * self.vllm_config.cache_config.gpu_memory_utilization)
-        return max(0, min(free, share - torch.cuda.memory_reserved(device)))
 
     def forward(
         self,

@@ -21,7 +21,12 @@ from vllm_omni_audio_perf.mimo_audio.stage_inputs import asks_for_ours
 from vllm_omni_audio_perf.mimo_audio.streaming import StreamSettings, check_left_context
 from vllm_omni_audio_perf.options import MiMoAudioOptions
 from vllm_omni_audio_perf.scheduling.offline import end_with_empty_audio
-from vllm_omni_audio_perf.scheduling.stage_settings import CODE2WAV, SCHEDULER, refuse_several_devices
+from vllm_omni_audio_perf.scheduling.stage_settings import (
+    CODE2WAV,
+    SCHEDULER,
+    refuse_several_devices,
+    refuse_sleep_beside_graphs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +62,7 @@ def checked_options(vllm_config: Any) -> MiMoAudioOptions:
         raise ValueError("model_runner is 'v2', which does not tell a stage how far a request is; allowed: v1.")
     options = MiMoAudioOptions.from_additional_config(vllm_config.additional_config)
     refuse_several_devices(vllm_config)
-    if options.cuda_graphs and getattr(model_config, "enable_sleep_mode", False):
-        raise ValueError(
-            "enable_sleep_mode takes away the memory that captured CUDA graphs use; allowed: without it, or with "
-            "`additional_config: {audio_perf: {cuda_graphs: false}}`."
-        )
+    refuse_sleep_beside_graphs(vllm_config, options.cuda_graphs)
     tokenizer_config(vllm_config)
     return options
 

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-Omni's Token2Wav: codes -> mel frames (DiT) -> waveform (BigVGAN).
+"""Qwen2.5-Omni's code2wav stage around the core in `vllm_omni_audio_perf.token2wav`.
 
-Importing this package needs neither vLLM nor vLLM-Omni: `dit`, `solver`, `token2wav`, `noise`, `codes`, `speakers` and
-`request_settings` work without them. `stage`, `stage_check`, `stage_inputs`, `client_requests` and `speaker_file` are
-what vLLM-Omni calls.
+Importing this package needs neither vLLM nor vLLM-Omni: `noise`, `codes`, `speakers` and `request_settings` work
+without them. `stage`, `stage_check`, `stage_inputs`, `client_requests` and `speaker_file` are what vLLM-Omni calls.
 """
-
-from vllm_omni_audio_perf.qwen2_5_omni.dit import BlockSparseDiT
-from vllm_omni_audio_perf.qwen2_5_omni.token2wav import Token2Wav
-
-__all__ = ["BlockSparseDiT", "Token2Wav"]

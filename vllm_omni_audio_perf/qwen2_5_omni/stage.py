@@ -9,6 +9,7 @@ talker, the same line makes upstream's talker speak with the voice of each reque
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from vllm_omni.model_executor.models.output_templates import OmniOutput
 from vllm_omni.model_executor.models.qwen2_5_omni.qwen2_5_omni import Qwen2_5OmniForConditionalGeneration
 from vllm_omni.model_executor.models.utils import add_prefix_to_loaded_weights
 
+from vllm_omni_audio_perf.graphs import CaptureBudget, CudaGraphBackend
+from vllm_omni_audio_perf.options import Token2WavOptions
 from vllm_omni_audio_perf.qwen2_5_omni.codes import FIRST_MARK, clean_codes
 from vllm_omni_audio_perf.qwen2_5_omni.noise import request_noise, stage_noise
 from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestSettings, checked_voice
@@ -32,7 +35,7 @@ from vllm_omni_audio_perf.qwen2_5_omni.speakers import (
     silent_speaker,
 )
 from vllm_omni_audio_perf.qwen2_5_omni.stage_check import SCHEDULER, checked_options, is_code2wav, is_talker
-from vllm_omni_audio_perf.qwen2_5_omni.token2wav import Token2Wav
+from vllm_omni_audio_perf.scheduling.stage_settings import free_share
 from vllm_omni_audio_perf.scheduling.steps import (
     audio_output,
     buffers_of_requests,
@@ -44,6 +47,7 @@ from vllm_omni_audio_perf.scheduling.steps import (
     reason_of,
     start_up_information,
 )
+from vllm_omni_audio_perf.token2wav import BlockDiT, Clip, Sampler, Synthesizer, cast_linear_layers, graph_blocks
 
 logger = init_logger(__name__)
 
@@ -70,14 +74,12 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
             return
         with _built_in_float32(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-        token2wav = self.token2wav.token2wav
-        self._token2wav = Token2Wav(
-            token2wav.code2wav_dit_model, token2wav.code2wav_bigvgan_model, max_mel_frames=options.max_mel_frames
-        )
+        self._options = options
+        self._synthesizer = _build_synthesizer(self.token2wav.token2wav, options)
+        self._is_captured = False
         self._device = torch.device(vllm_config.device_config.device)
         # Here and not with the weights, which some loaders copy in without calling `load_weights`.
         self._speakers = self._load_speakers(self._device)
-        self._noise_source = options.noise
         self.failed_requests = 0
         self._has_cut = False
         self._can_report_errors = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
@@ -94,6 +96,8 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         buffers = self.token2wav.find_all_registers()
         loaded = self.token2wav.load_weights_without_buffers(self.token2wav.remove_buffers_from_weights(own, buffers))
         loaded |= self.token2wav.reload_buffers_to_model(buffers)
+        self._synthesizer.sampler.refresh()
+        self._is_captured = False
         return add_prefix_to_loaded_weights(loaded, WEIGHT_PREFIX)
 
     def forward(
@@ -136,26 +140,31 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         if is_start_up_run(information) or input_ids is None:
             tokens = input_ids if input_ids is not None else inputs_embeds
             assert tokens is not None
-            self._token2wav.evaluate_once(tokens.shape[0], *self._speakers[DEFAULT_SPEAKER])
+            self._start_up(tokens.shape[0])
             return audio_output([torch.zeros(0)] * len(seq_token_counts or [1]))
         ids_of = ids_of_requests(input_ids, seq_token_counts)  # the one read-back of a step, before any of its work
-        waveforms: list[Tensor] = []
-        errors: list[str | None] = []
-        for index, (ids, buffer) in enumerate(zip(ids_of, buffers_of_requests(information, len(ids_of)), strict=True)):
-            settings, out_of_memory = RequestSettings(), False
+        buffers = buffers_of_requests(information, len(ids_of))
+        settings_of = [RequestSettings()] * len(ids_of)
+        results: list[Tensor | Exception] = [torch.zeros(0)] * len(ids_of)
+        clips: dict[int, Clip] = {}
+        for index, (ids, buffer) in enumerate(zip(ids_of, buffers, strict=True)):
             try:
-                settings = RequestSettings.from_buffer(buffer)
-                codes = _codes_of_request(ids, buffer)
-                waveform, error = self._synthesize(codes, settings, buffer, voice_type), None
+                settings_of[index] = RequestSettings.from_buffer(buffer)
+                clips[index] = self._clip(_codes_of_request(ids, buffer), settings_of[index], buffer, voice_type)
             except torch.AcceleratorError:
                 raise  # the device is lost, and every request with it
             except Exception as failure:
-                waveform, error = torch.zeros(0), reason_of(failure)
-                self._note_failure(request_ids[index] if request_ids else str(index), len(ids), failure)
-                out_of_memory = isinstance(failure, torch.OutOfMemoryError)
-            if out_of_memory:  # only now is what the failed solve held free, which must not fail the next one
-                torch.cuda.empty_cache()
-            waveforms.append(waveform)
+                results[index] = failure
+        for index, result in zip(clips, self._synthesizer.generate(list(clips.values())), strict=True):
+            results[index] = result
+        waveforms: list[Tensor] = []
+        errors: list[str | None] = []
+        for index, (result, settings) in enumerate(zip(results, settings_of, strict=True)):
+            error = None
+            if isinstance(result, Exception):
+                self._note_failure(request_ids[index] if request_ids else str(index), len(ids_of[index]), result)
+                error, result = reason_of(result), torch.zeros(0)
+            waveforms.append(result)
             errors.append(error if self._can_report_errors and not settings.empty_on_error else None)
         return audio_output(waveforms, errors)
 
@@ -175,38 +184,55 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         finally:
             self.voice_type = stages_own
 
-    def _synthesize(self, ids: list[int], settings: RequestSettings, buffer: Mapping, voice_type: str) -> Tensor:
-        """The waveform of one request.
+    def _start_up(self, codes: int) -> None:
+        """Capture graphs, once, and take the memory that a clip of so many codes needs."""
+        synthesizer = self._synthesizer
+        frames = max(synthesizer.mel_frames(codes), synthesizer.dit.repeats)
+        synthesizer.sampler.evaluate_once(frames, *self._speakers[DEFAULT_SPEAKER])
+        options = self._options
+        if self._is_captured or not options.cuda_graphs or self._device.type != "cuda":
+            return
+        self._is_captured = True
+        synthesizer.sampler.capture(
+            graph_blocks(options.graph_mel_frames // synthesizer.dit.block_size),
+            backend=CudaGraphBackend(),
+            budget=CaptureBudget(
+                seconds=options.graph_seconds,
+                mib=min(options.graph_memory_mib, free_share(self.vllm_config, self._device) // 2**20),
+            ),
+        )
+
+    def _clip(self, ids: list[int], settings: RequestSettings, buffer: Mapping, voice_type: str) -> Clip:
+        """What to solve for one request.
 
         Raises:
             ValueError: for ids that are in no codebook and for a voice that is not there.
         """
-        token2wav = self._token2wav
-        codes = clean_codes(ids, token2wav.codebook_size)
+        synthesizer, dit = self._synthesizer, self._synthesizer.dit
+        codes = clean_codes(ids, synthesizer.codebook_size)
         speaker = self._speakers[checked_voice(settings.voice or voice_type, self._speakers) or DEFAULT_SPEAKER]
-        kept = token2wav.kept_codes(len(codes))
+        kept = synthesizer.kept_codes(len(codes))
         if kept < len(codes) and not self._has_cut:
             self._has_cut = True
             logger.warning(
                 "A clip of %d codes is cut to the %d that max_mel_frames: %d allows; further ones are cut silently.",
                 len(codes),
                 kept,
-                token2wav.max_mel_frames,
+                synthesizer.max_mel_frames,
             )
-        frames, mel_dim = token2wav.mel_frames(len(codes)), token2wav.dit.mel_dim
-        if self._noise_source == "stage":
-            uncapped = len(codes) * token2wav.dit.repeats
-            noise = stage_noise(uncapped, frames, mel_dim, device=self._device)
+        frames = synthesizer.mel_frames(len(codes))
+        if self._options.noise == "stage":
+            noise = stage_noise(len(codes) * dit.repeats, frames, dit.mel_dim, device=self._device)
         else:
             seed = settings.seed if settings.seed is not None else buffer.get("_omni_seed")
             noise = request_noise(
                 secrets.randbits(63) if seed is None else seed,
                 frames,
-                mel_dim,
-                block_size=token2wav.dit.block_size,
+                dit.mel_dim,
+                block_size=dit.block_size,
                 device=self._device,
             )
-        return token2wav.generate(torch.tensor(codes, dtype=torch.long, device=self._device), *speaker, noise=noise)
+        return Clip(torch.tensor(codes, dtype=torch.long, device=self._device), *speaker, noise)
 
     def _note_failure(self, request_id: str, codes: int, failure: Exception) -> None:
         self.failed_requests += 1
@@ -247,6 +273,25 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
                 f"it has: {', '.join(speakers)}."
             )
         return speakers
+
+
+def _build_synthesizer(token2wav: Any, options: Token2WavOptions) -> Synthesizer:
+    """The synthesizer over upstream's modules, whose weights may not be loaded yet."""
+    dit, dtype = token2wav.code2wav_dit_model, None
+    if options.dit_dtype != "float32":
+        dtype = getattr(torch, options.dit_dtype)
+        cast_linear_layers(dit, dtype)  # before the weights are loaded, which are cast then
+    return Synthesizer(
+        Sampler(
+            BlockDiT(dit, linear_dtype=dtype, group_mib=options.group_memory_mib),
+            num_steps=options.num_steps,
+            solver=options.solver,
+        ),
+        token2wav.code2wav_bigvgan_model,
+        frames_per_solve=options.frames_per_solve,
+        vocoder_frames=options.vocoder_frames,
+        max_mel_frames=options.max_mel_frames,
+    )
 
 
 def _has_prompt_ids(sampling_metadata: object) -> bool:

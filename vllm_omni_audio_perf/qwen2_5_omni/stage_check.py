@@ -14,7 +14,12 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm_omni_audio_perf import compat
 from vllm_omni_audio_perf.options import SECTION, OptionError, Token2WavOptions
 from vllm_omni_audio_perf.qwen2_5_omni import client_requests
-from vllm_omni_audio_perf.scheduling.stage_settings import CODE2WAV, SCHEDULER, refuse_several_devices
+from vllm_omni_audio_perf.scheduling.stage_settings import (
+    CODE2WAV,
+    SCHEDULER,
+    refuse_several_devices,
+    refuse_sleep_beside_graphs,
+)
 
 TALKER = "talker"
 
@@ -45,8 +50,8 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
 
     Raises:
         ValueError: for an option that is unknown, not allowed or on a stage other than code2wav; for a tensor or
-            pipeline parallel size over 1 on code2wav; for a checkpoint without a Token2Wav; for vLLM's second model
-            runner.
+            pipeline parallel size over 1 or sleep mode beside CUDA graphs on code2wav; for a checkpoint without a
+            Token2Wav; for vLLM's second model runner.
     """
     if getattr(vllm_config.model_config, "use_v2_model_runner", False):
         raise ValueError("model_runner is 'v2', which does not tell a stage of its requests' seeds; allowed: v1.")
@@ -59,6 +64,7 @@ def checked_options(vllm_config: Any) -> Token2WavOptions:
             )
         return options
     refuse_several_devices(vllm_config)
+    refuse_sleep_beside_graphs(vllm_config, options.cuda_graphs)
     if getattr(vllm_config.model_config.hf_config, "token2wav_config", None) is None:
         raise ValueError(f"{vllm_config.model_config.model} has no token2wav_config, so it cannot produce audio.")
     return options

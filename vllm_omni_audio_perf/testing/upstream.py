@@ -6,6 +6,7 @@ neither, but computes another rotary table.
 """
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ def randomize(model: nn.Module) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def build_vllm_omni_token2wav(config: Any) -> nn.Module:
+def build_vllm_omni_token2wav(config: Any, prepare: Callable[[Any], None] | None = None) -> nn.Module:
     """vLLM-Omni's ``Qwen2_5OmniToken2WavModel`` with random weights, float32, on the CPU.
 
     Args:
         config: a ``Qwen2_5OmniToken2WavConfig``.
+        prepare: called with the model before it gets its weights.
 
     Raises:
         ImportError: where vLLM-Omni is not installed.
@@ -51,6 +53,8 @@ def build_vllm_omni_token2wav(config: Any) -> nn.Module:
     with set_current_vllm_config(VllmConfig()):
         initialize_single_process_group()
         model = Qwen2_5OmniToken2WavModel(config).eval()
+    if prepare is not None:
+        prepare(model)
     randomize(model)
     for module in model.modules():
         quant_method = getattr(module, "quant_method", None)

@@ -6,23 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from parity import rel_error
 from torch import Tensor, nn
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
-from vllm_omni_audio_perf.qwen2_5_omni import BlockSparseDiT, Token2Wav
 from vllm_omni_audio_perf.testing import upstream
+from vllm_omni_audio_perf.token2wav import BlockDiT, Clip, Sampler, Synthesizer
 
 LAYERS = 22
 TRANSFORMERS_NOISE_FRAMES = 30_000  # transformers draws noise for this length and cuts it
 
 
-def rel_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
-
-
-def as_ours(token2wav: Any) -> Token2Wav:
-    return Token2Wav(token2wav.code2wav_dit_model, token2wav.code2wav_bigvgan_model)
+def as_ours(token2wav: Any) -> Synthesizer:
+    return Synthesizer(Sampler(BlockDiT(token2wav.code2wav_dit_model)), token2wav.code2wav_bigvgan_model)
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -61,14 +58,14 @@ def test_every_weight_of_a_checkpoint_has_its_place_in_the_stages_module(on_meta
 
 
 def test_ours_takes_the_real_size(on_meta: Any) -> None:
-    """A whole solve without numbers: every shape fits."""
-    dit = BlockSparseDiT(on_meta.code2wav_dit_model)
-    assert len(dit.model.transformer_blocks) == LAYERS
+    """Of another size nothing is taken for granted but what a configuration says."""
+    dit = BlockDiT(on_meta.code2wav_dit_model)
+    assert len(dit.layers) == LAYERS
     assert (dit.block_size, dit.mel_dim, dit.repeats, dit.codebook_size) == (24, 80, 2, 8194)
-    with torch.device("meta"), torch.inference_mode():
-        codes = torch.zeros(1, 61, dtype=torch.long)
-        mel = dit.sample(torch.zeros(1, 192), torch.zeros(1, 300, 80), codes, noise=torch.zeros(1, 122, 80))
-    assert mel.shape == (1, 80, 122)
+    assert dit.neighbourhoods == {(0, 0), (1, 0), (0, 1)}
+    table = dit.modulation_table(torch.zeros(28, device="meta"))
+    assert table.layers.shape == (28, LAYERS, 6, 1024)
+    assert sum(rows.numel() for rows in table) * 4 < 16e6  # bytes
 
 
 @pytest.mark.slow
@@ -82,7 +79,8 @@ def test_equals_vllm_omni(codes: int, voice: tuple[Tensor, Tensor]) -> None:
     with torch.inference_mode():
         expected = theirs(ids.unsqueeze(0), *voice)
     torch.manual_seed(3)
-    actual = as_ours(theirs).generate(ids, *voice, noise=torch.randn(1, 2 * codes, 80))
+    (actual,) = as_ours(theirs).generate([Clip(ids, *voice, torch.randn(1, 2 * codes, 80))])
+    assert isinstance(actual, Tensor)
     assert actual.shape == expected.shape == (480 * codes,)
     assert actual.abs().max() < 1
     assert rel_error(actual, expected) <= 1e-5
@@ -100,9 +98,10 @@ def test_equals_transformers(codes: int, voice: tuple[Tensor, Tensor]) -> None:
         expected = theirs.code2wav_bigvgan_model(expected_mel)
         torch.manual_seed(3)
         noise = torch.randn(1, TRANSFORMERS_NOISE_FRAMES, 80)[:, : 2 * codes]
-        ours = as_ours(theirs)
-        mel = ours.dit.sample(*voice, ids.unsqueeze(0), noise=noise)
-    waveform = ours.generate(ids, *voice, noise=noise)
+        ours, clip = as_ours(theirs), Clip(ids, *voice, noise)
+        (mel,) = ours.sampler.sample([clip])
+    (waveform,) = ours.generate([clip])
+    assert isinstance(waveform, Tensor)
     assert rel_error(mel, expected_mel) <= 1e-5
     assert waveform.shape == (480 * codes,)
     assert waveform.abs().max() < 1
