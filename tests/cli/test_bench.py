@@ -44,7 +44,7 @@ def test_defaults(built: list[dict[str, Any]], tmp_path: Path, capsys: pytest.Ca
     assert result["command"] == "vllm-omni-audio-perf bench token2wav --mel-frames 500,1000,2000"
     assert [row["mel_frames"] for row in result["rows"]] == [500, 1000, 2000]
     assert {row["pairs"] for row in result["rows"]} == {7}
-    assert result["settings"]["variants"] == ["stock", "plugin"]
+    assert result["settings"]["variants"] == ["stock", "block_sparse", "plugin"]
     assert result["settings"]["stock_implementation"] == built[0]["implementation"]
     assert result["device"]["type"] == "cpu"
     out, err = capsys.readouterr()
@@ -55,18 +55,18 @@ def test_defaults(built: list[dict[str, Any]], tmp_path: Path, capsys: pytest.Ca
 
 def test_every_option_reaches_the_measurement_and_the_command(built: list[dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    options = "--mel-frames 4000,8000 --stock-up-to 4000 --variants stock,plugin_hoisted,plugin --pairs 1 --seed 3"
+    options = "--mel-frames 4000,8000 --stock-up-to 4000 --variants stock,hoisted,plugin --pairs 1 --seed 3"
 
     # Underscores are dashes; the files are no part of the command.
     assert main(["bench", "token2wav", "--json", str(path), *options.replace("-up-to", "_up_to").split()]) == 0
 
     assert len(built) == 1
-    assert built[0]["names"] == ["stock", "plugin_hoisted", "plugin"]
+    assert built[0]["names"] == ["stock", "hoisted", "plugin"]
     assert (built[0]["seed"], built[0]["stock_up_to"], built[0]["device"]) == (3, 4000, "cpu")
     result = json.loads(path.read_text())
     assert result["command"] == f"vllm-omni-audio-perf bench token2wav {options}"
     shorter, longer = result["rows"]
-    assert {"stock_seconds", "speedup", "plugin_speedup", "plugin_hoisted_speedup"} <= set(shorter)
+    assert {"stock_seconds", "speedup", "plugin_speedup", "hoisted_speedup"} <= set(shorter)
     assert "stock_seconds" not in longer
     assert "speedup" not in longer
     assert "plugin_seconds" in longer
@@ -78,7 +78,7 @@ def test_every_option_reaches_the_measurement_and_the_command(built: list[dict[s
         (["--mel-frames", "500,501"], "'501' is not allowed; a length is a positive even number of mel frames"),
         (["--mel-frames", "0"], "'0' is not allowed; a length is a positive even number of mel frames"),
         (["--pairs", "0"], "'0' is not allowed; it takes a whole number from 1"),
-        (["--variants", "dense"], "'dense' is unknown; allowed: stock, plugin_hoisted, plugin"),
+        (["--variants", "dense"], "'dense' is unknown; allowed: stock, block_sparse, hoisted, plugin, "),
     ],
 )
 def test_a_value_that_is_not_allowed_is_named(

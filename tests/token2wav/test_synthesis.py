@@ -45,6 +45,15 @@ def test_equals_vllm_omni(codes: int, vllm_omni_token2wav: Any, voice: tuple[Ten
     assert rel_error(waveform, expected) <= MAX_REL_ERROR
 
 
+def test_a_waveform_shows_what_is_in_the_mel(transformers_token2wav: Any) -> None:
+    """With the weights of these tests, as else errors of a mel would be lost in them."""
+    bigvgan = transformers_token2wav.code2wav_bigvgan_model
+    one, other = (torch.randn(1, 80, 50, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    with torch.inference_mode():
+        assert rel_error(bigvgan(one), bigvgan(other)) > 0.2
+        assert rel_error(bigvgan(one + 1e-3 * other), bigvgan(one)) > 1e-4
+
+
 @pytest.mark.parametrize("cap", [1, 2, 3, 48, 49, 74, 75, 1000, 0])
 def test_cap_on_mel_frames_equals_vllm_omni(cap: int, vllm_omni_token2wav: Any, voice: tuple[Tensor, Tensor]) -> None:
     """At, under and over the cap; a cap that is no multiple of a code's frames; a cap under one code."""

@@ -7,8 +7,8 @@
 - Memory: each (length, variant) in a fresh process, where nothing that ran before counts.
 - Error: each variant's output against the first one's, from the warm-up.
 
-The first variant is the baseline; the last one is what the benchmark is about. A *row* is a dictionary with the figures
-of one length, as the JSON has them; a figure that could not be had is missing from it.
+The first variant is the baseline; the last one is what the benchmark is about, unless it names another. A *row* is a
+dictionary with the figures of one length, as the JSON has them; a figure that could not be had is missing from it.
 """
 
 import argparse
@@ -33,12 +33,21 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from vllm_omni_audio_perf import __version__
-from vllm_omni_audio_perf.benchmarks.report import Row, add_memory_ratios, compared, plot, table, words
+from vllm_omni_audio_perf.benchmarks.report import (
+    Ratio,
+    Row,
+    add_memory_ratios,
+    compared,
+    plot,
+    table,
+    waterfall,
+    words,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Run = Callable[[], "Tensor | None"]
+Run = Callable[[], "Tensor | Sequence[Tensor] | None"]
 Seconds = dict[tuple[int, str], list[float]]
 """For each (length, variant) one time a round."""
 
@@ -55,7 +64,8 @@ class Variant:
     prepare: Callable[[int], Run]
     """Makes the inputs of a length, which is not measured, and returns what is: a run on these inputs.
 
-    The run returns the output that is compared between variants, or None if there is nothing to compare.
+    The run returns the output that is compared between variants, of several outputs a sequence, or None if there is
+    nothing to compare.
     """
 
     up_to: int | None = None
@@ -140,6 +150,18 @@ class Benchmark:
     warm_up_length: int
     """A short length; running it first takes one-time costs out of the memory figures."""
 
+    lengths_option: str | None = None
+    """The option that takes the lengths, where it has another name than their unit."""
+
+    about: str | None = None
+    """The variant that the benchmark is about, whose results stand under no name; None for the last one."""
+
+    ratios: Sequence[Ratio] = ()
+    """What else is compared; those of variants that are not measured are left out."""
+
+    waterfall: Sequence[str] = ()
+    """Variants that ``--waterfall`` draws, in the order of the bars."""
+
 
 # ---------------------------------------------------------------------------------------------------- command line
 
@@ -173,6 +195,11 @@ def add_options(parser: argparse.ArgumentParser, variants: Sequence[str], defaul
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures there, after each step")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw time and memory over the length there")
+
+
+def add_memory_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that leaves out the memory figures, whose processes each build the models again."""
+    parser.add_argument("--no-memory", action="store_true", help="measure no memory, which takes a process a figure")
 
 
 def positive(text: str) -> int:
@@ -212,16 +239,17 @@ def check_outputs(args: argparse.Namespace) -> None:
         ValueError: for a file in a folder that does not exist, a folder in place of a file, a plot that is no PNG, or
             a plot without matplotlib.
     """
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
+    plots = (("--plot", args.plot), ("--waterfall", getattr(args, "waterfall", None)))
+    for option, path in (("--json", args.json), *plots):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{option} {path}: there is no folder {path.parent}")
         if path is not None and path.is_dir():
             raise ValueError(f"{option} {path} is a folder; it takes a file")
-    if args.plot is not None:
-        if args.plot.suffix != ".png":
-            raise ValueError(f"--plot {args.plot}: it takes a file that ends in .png")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError('--plot needs matplotlib: pip install "vllm-omni-audio-perf[bench]"')
+    for option, path in plots:
+        if path is not None and path.suffix != ".png":
+            raise ValueError(f"{option} {path}: it takes a file that ends in .png")
+        if path is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f'{option} needs matplotlib: pip install "vllm-omni-audio-perf[bench]"')
 
 
 def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Namespace, **settings: Any) -> int:
@@ -247,7 +275,8 @@ def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Na
     device.apply()  # refuses before anything is built
     common = {name: getattr(args, name) for name in ("variants", "pairs", "device", "threads", "tf32", "seed")}
     options = {name: value for name, value in settings.items() if hasattr(args, name)} | common
-    command = command_line(parser, options, benchmark.length_name)
+    command = command_line(parser, options, benchmark.lengths_option or benchmark.length_name)
+    memory = None if getattr(args, "no_memory", False) else memory_method(device)
     variants = benchmark.build()
     device.apply()
     rows: list[Row] = []
@@ -261,23 +290,33 @@ def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Na
                 "date": date.today().isoformat(),
                 "versions": versions(),
                 "device": device.describe(),
-                "settings": {**settings, **common, "memory": memory_method(device)},
+                "settings": {**settings, **common, "memory": memory},
                 "rows": rows,
             }
             args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
     try:
-        for rows[:] in measure(variants, benchmark.lengths, args.pairs, device, length_name=benchmark.length_name):
+        for rows[:] in measure(
+            variants,
+            benchmark.lengths,
+            args.pairs,
+            device,
+            length_name=benchmark.length_name,
+            about=benchmark.about,
+            ratios=benchmark.ratios,
+        ):
             save()
         del variants  # their memory is needed by the processes below
-        for found in add_memory(
+        taken = add_memory(
             rows,
             benchmark.names,
             lambda row, name: benchmark.build,
             device,
             benchmark.warm_up_length,
             length_name=benchmark.length_name,
-        ):
+            about=benchmark.about,
+        )
+        for found in taken if memory is not None else ():
             exit_code = exit_code if found else 1
             save()
     except KeyboardInterrupt:
@@ -285,12 +324,18 @@ def run(benchmark: Benchmark, parser: argparse.ArgumentParser, args: argparse.Na
             raise
         exit_code = _INTERRUPTED
     save()
-    print(table(rows, benchmark.names, benchmark.length_name))
+    print(table(rows, benchmark.names, benchmark.length_name, about=benchmark.about, ratios=benchmark.ratios))
     print("Seconds and ratios are medians over the rounds (smallest to largest); MiB are extra memory at the peak.")
+    where = device.describe()
+    circumstances = f"{where['name']}, {where['threads']} threads, median of {rows[0]['pairs']} rounds"
     if args.plot is not None:
-        where = device.describe()
-        title = f"{benchmark.title}\n{where['name']}, {where['threads']} threads, median of {rows[0]['pairs']} rounds"
+        title = f"{benchmark.title}\n{circumstances}"
         plot(rows, benchmark.names, benchmark.length_name, args.plot, title=title)
+    if getattr(args, "waterfall", None) is not None:
+        bars = [name for name in benchmark.waterfall if name in benchmark.names]
+        row = [row for row in rows if all(f"{name}_seconds" in row for name in bars)][-1]
+        length = f"{row[benchmark.length_name]} {words(benchmark.length_name)}"
+        waterfall(row, bars, args.waterfall, title=f"{benchmark.title}, {length}\n{circumstances}")
     return exit_code
 
 
@@ -305,6 +350,8 @@ def measure(
     *,
     length_name: str = "length",
     description: str | None = None,
+    about: str | None = None,
+    ratios: Sequence[Ratio] = (),
 ) -> Iterator[list[Row]]:
     """Time all variants at all lengths, with a progress bar on stderr.
 
@@ -315,6 +362,8 @@ def measure(
         device: what to wait for.
         length_name: field of the length in a row.
         description: what stands before the progress bar.
+        about: as in `Benchmark`.
+        ratios: as in `Benchmark`.
 
     Yields:
         After each round the rows of all rounds so far, ascending in length, with times and errors.
@@ -335,7 +384,7 @@ def measure(
     seconds: Seconds = {cell: [] for cell in runs}
     errors: dict[tuple[int, str], Row] = {}
     with tqdm(total=rounds, unit="round", desc=description) as bar:
-        expected: Tensor | None = None
+        expected: Any = None
         for length, name in runs:
             bar.set_postfix_str(f"warm-up: {name}, {length} {words(length_name)}")
             output, _ = _timed(runs[length, name], device)
@@ -349,10 +398,10 @@ def measure(
                 bar.set_postfix_str(f"{name}, {length} {words(length_name)}")
                 seconds[length, name].append(_timed(runs[length, name], device)[1])
             bar.update()
-            yield summarize(names, seconds, errors, length_name=length_name)
+            yield summarize(names, seconds, errors, length_name=length_name, about=about, ratios=ratios)
 
 
-def _timed(run: Run, device: Device) -> "tuple[Tensor | None, float]":
+def _timed(run: Run, device: Device) -> tuple[Any, float]:
     """The output of a run, and its seconds."""
     import torch
 
@@ -364,8 +413,13 @@ def _timed(run: Run, device: Device) -> "tuple[Tensor | None, float]":
         return output, time.perf_counter() - start
 
 
-def _error(actual: "Tensor", expected: "Tensor") -> Row:
-    """How far an output is from the baseline's, in float64."""
+def _error(actual: "Tensor | Sequence[Tensor]", expected: "Tensor | Sequence[Tensor]") -> Row:
+    """How far an output is from the baseline's, in float64; of several outputs the largest figures of one."""
+    import torch
+
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        errors = [_error(*pair) for pair in zip(actual, expected, strict=True)]
+        return {field: max(error[field] for error in errors) for field in errors[0]}
     if actual.shape != expected.shape:
         raise RuntimeError(f"the variants differ in shape: {tuple(actual.shape)} against {tuple(expected.shape)}")
     actual, expected = actual.double(), expected.double()
@@ -377,7 +431,13 @@ def _error(actual: "Tensor", expected: "Tensor") -> Row:
 
 
 def summarize(
-    names: Sequence[str], seconds: Seconds, errors: dict[tuple[int, str], Row], *, length_name: str = "length"
+    names: Sequence[str],
+    seconds: Seconds,
+    errors: dict[tuple[int, str], Row],
+    *,
+    length_name: str = "length",
+    about: str | None = None,
+    ratios: Sequence[Ratio] = (),
 ) -> list[Row]:
     """The rows of some rounds.
 
@@ -386,6 +446,8 @@ def summarize(
         seconds: equally many for each cell; lengths ascend.
         errors: for each cell that was compared with the baseline.
         length_name: field of the length in a row.
+        about: as in `Benchmark`.
+        ratios: as in `Benchmark`.
     """
     rows: list[Row] = []
     lengths = list(dict.fromkeys(length for length, _ in seconds))
@@ -394,10 +456,13 @@ def summarize(
         row: Row = {length_name: length, "pairs": len(next(iter(times.values())))}
         for name, values in times.items():
             row |= _spread(f"{name}_seconds", values)
-        for name, prefix in compared(names):
+        for name, prefix in compared(names, about):
             if name in times and names[0] in times:
                 row |= _spread(f"{prefix}speedup", _ratios(times[names[0]], times[name]))
                 row |= {f"{prefix}{field}": value for field, value in errors.get((length, name), {}).items()}
+        for ratio in ratios:
+            if ratio.numerator in times and ratio.denominator in times and row["pairs"] >= ratio.least_pairs:
+                row |= _ratio_figures(ratio, _ratios(times[ratio.numerator], times[ratio.denominator]))
         for name, values in times.items():
             if shorter is not None and (shorter, name) in seconds:
                 row |= _spread(f"{name}_seconds_vs_previous_length", _ratios(values, seconds[shorter, name]))
@@ -407,6 +472,12 @@ def summarize(
 
 def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
+
+
+def _ratio_figures(ratio: Ratio, values: Sequence[float]) -> Row:
+    if not ratio.smallest:
+        return _spread(ratio.field, values)
+    return {ratio.field: min(values), f"{ratio.field}_median": statistics.median(values)}
 
 
 def _spread(field: str, values: Sequence[float]) -> Row:
@@ -432,6 +503,7 @@ def add_memory(
     *,
     length_name: str,
     fields: Sequence[str] = (),
+    about: str | None = None,
 ) -> Iterator[bool]:
     """Add to the rows the extra memory of each variant that was timed, with a progress bar on stderr.
 
@@ -443,6 +515,7 @@ def add_memory(
         warm_up_length: as in `Benchmark`.
         length_name: field of the length in a row.
         fields: those that, beside the length, tell one row from another, for the message about a failed process.
+        about: as in `Benchmark`.
 
     Yields:
         After each figure whether it could be had.
@@ -457,7 +530,7 @@ def add_memory(
             where = "".join(f", {words(field)} {row[field]}" for field in fields)
             tqdm.write(f"memory of {name} at {length} {words(length_name)}{where}: {error}", file=sys.stderr)
             found = False
-        add_memory_ratios(row, names)
+        add_memory_ratios(row, names, about)
         yield found
 
 

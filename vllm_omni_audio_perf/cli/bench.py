@@ -6,7 +6,7 @@ import importlib
 
 # Modules of `vllm_omni_audio_perf.benchmarks`, in the order in which the help lists them. Each has the same
 # `add_parser(subparsers)` as a subcommand.
-_BENCHMARKS = ("token2wav", "mimo_audio")
+_BENCHMARKS = ("token2wav", "token2wav_requests", "vocoder", "mimo_audio", "stage", "gpu")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -24,7 +24,6 @@ from vllm_omni.model_executor.models.utils import add_prefix_to_loaded_weights
 from vllm_omni_audio_perf.graphs import CaptureBudget, CudaGraphBackend
 from vllm_omni_audio_perf.options import Token2WavOptions
 from vllm_omni_audio_perf.qwen2_5_omni.codes import FIRST_MARK, clean_codes
-from vllm_omni_audio_perf.qwen2_5_omni.noise import request_noise, stage_noise
 from vllm_omni_audio_perf.qwen2_5_omni.request_settings import RequestSettings, checked_voice
 from vllm_omni_audio_perf.qwen2_5_omni.speaker_file import checkpoint_folder
 from vllm_omni_audio_perf.qwen2_5_omni.speakers import (
@@ -48,6 +47,7 @@ from vllm_omni_audio_perf.scheduling.steps import (
     start_up_information,
 )
 from vllm_omni_audio_perf.token2wav import BlockDiT, Clip, Sampler, Synthesizer, cast_linear_layers, graph_blocks
+from vllm_omni_audio_perf.token2wav.noise import request_noise, stage_noise
 
 logger = init_logger(__name__)
 

@@ -259,7 +259,7 @@ class BlockDiT:
             part.addcmul_(ff_gate, self._linear(out_of, inner))
 
     def _qkv(self, attention: Any, hidden: Tensor, rotation: Tensor) -> list[Tensor]:
-        """Query, key and value ``[blocks, block_size, heads, head_dim]``, rotated; fused projections or separate ones."""
+        """Query, key and value ``[blocks, block_size, heads, head_dim]``, rotated. Projections are fused or not."""
         if hasattr(attention, "qkv_proj"):
             projected = self._linear(attention.qkv_proj, hidden).unflatten(2, (3, attention.heads, -1))
             parts = projected.float().unbind(2) if self.linear_dtype else projected.unbind(2)

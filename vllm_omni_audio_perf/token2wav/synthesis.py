@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_omni_audio_perf.token2wav.sampling import Clip, Sampler
-from vllm_omni_audio_perf.token2wav.vocoder import vocode
+from vllm_omni_audio_perf.token2wav.vocoder import OVERLAP_FRAMES, vocode
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ class Synthesizer:
         sampler: solves for the mels.
         vocoder: an upstream BigVGAN: takes ``[1, mel_dim, frames]`` and returns the samples; referenced, not copied.
         frames_per_solve: most mel frames that are solved together; one clip alone may have more.
-        vocoder_frames: longest mel that the vocoder takes whole.
+        vocoder_frames: longest mel that the vocoder takes whole; a longer one runs in pieces.
+        overlap_frames: mel frames on either side of a piece that are computed and cut off again.
         max_mel_frames: longest clip in mel frames; longer code sequences are cut. 0 for no cap.
     """
 
@@ -36,6 +37,7 @@ class Synthesizer:
         *,
         frames_per_solve: int = 16_000,
         vocoder_frames: int = 1000,
+        overlap_frames: int = OVERLAP_FRAMES,
         max_mel_frames: int = 0,
     ) -> None:
         self.sampler = sampler
@@ -43,6 +45,7 @@ class Synthesizer:
         self.vocoder = vocoder
         self.frames_per_solve = frames_per_solve
         self.vocoder_frames = vocoder_frames
+        self.overlap_frames = overlap_frames
         self.max_mel_frames = max_mel_frames
 
     def kept_codes(self, codes: int) -> int:
@@ -117,7 +120,7 @@ class Synthesizer:
         frames = self.vocoder_frames
         for _ in range(MAX_SHRINKS + 1):
             try:
-                return vocode(self.vocoder, mel, piece_frames=frames)
+                return vocode(self.vocoder, mel, piece_frames=frames, overlap_frames=self.overlap_frames)
             except torch.AcceleratorError:
                 raise
             except Exception as error:

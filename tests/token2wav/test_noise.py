@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_omni_audio_perf.qwen2_5_omni.noise import request_noise, stage_noise
+from vllm_omni_audio_perf.token2wav.noise import request_noise, stage_noise
 
 
 @pytest.mark.parametrize("frames", [0, 1, 23, 24, 25, 48, 49, 240])
