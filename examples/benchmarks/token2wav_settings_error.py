@@ -57,6 +57,7 @@ def with_tf32(model: nn.Module) -> nn.Module:
 
 
 def random_clip(dit: Any, frames: int) -> Clip:
+    """The clip that is solved with all settings."""
     generator = torch.Generator().manual_seed(0)
     return Clip(
         torch.randint(0, dit.config.num_embeds, (frames // dit.repeats,), generator=generator),
@@ -67,10 +68,12 @@ def random_clip(dit: Any, frames: int) -> Clip:
 
 
 def rel_error(actual: Tensor, expected: Tensor) -> float:
+    """``||actual - expected|| / ||expected||``."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def main() -> None:
+    """Solve with each setting and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=240, help="mel frames of 10 ms, even (default: 240)")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (default: torch's own)")
