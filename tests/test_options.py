@@ -49,7 +49,7 @@ CHOICES: dict[type[StageOptions], dict[str, tuple[list[object], list[object], st
         "group_memory_mib": ([1, 1024], [0, 0.5, None], WHOLE.format(1)),
         "vocoder_frames": ([1, 1000], [0, 0.5, None], WHOLE.format(1)),
         "cuda_graphs": ([True, False], [1, 0, "true", None], "true, false"),
-        "graph_mel_frames": ([1, 600], [0, 0.5, None], WHOLE.format(1)),
+        "graph_mel_frames": ([1, 600], [0, 0.5, None, 60_001], WHOLE.format(1) + " and at most 60000"),
         "graph_seconds": ([1, 120], [0, 0.5, None], WHOLE.format(1)),
         "graph_memory_mib": ([1, 2048], [0, 0.5, None], WHOLE.format(1)),
     },

@@ -22,6 +22,7 @@ SECTION = "audio_perf"
 NOISE_SOURCES = ("request", "stage")
 SOLVERS = ("rk4", "midpoint", "euler")
 DIT_DTYPES = ("float32", "bfloat16")
+MAX_GRAPH_MEL_FRAMES = 60_000  # more would take more graphs than a runner holds
 
 
 class OptionError(ValueError):
@@ -99,8 +100,9 @@ class Token2WavOptions(StageOptions):
         _check_whole(self, "max_mel_frames", 0)
         _check_whole(self, "num_steps", 2)
         sizes = ("frames_per_solve", "group_memory_mib", "vocoder_frames")
-        for name in (*sizes, "graph_mel_frames", "graph_seconds", "graph_memory_mib"):
+        for name in (*sizes, "graph_seconds", "graph_memory_mib"):
             _check_whole(self, name, 1)
+        _check_whole(self, "graph_mel_frames", 1, MAX_GRAPH_MEL_FRAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,8 @@ def _check_choice(options: StageOptions, name: str, allowed: tuple[str, ...] | t
         raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: {words}.")
 
 
-def _check_whole(options: StageOptions, name: str, minimum: int) -> None:
+def _check_whole(options: StageOptions, name: str, minimum: int, maximum: int | None = None) -> None:
     value = getattr(options, name)
-    if type(value) is not int or value < minimum:
-        raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: a whole number of at least {minimum}.")
+    if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+        most = "" if maximum is None else f" and at most {maximum}"
+        raise OptionError(f"{SECTION}.{name} is {value!r}; allowed: a whole number of at least {minimum}{most}.")

@@ -245,6 +245,23 @@ def test_eager_is_given_the_inputs_as_they_are() -> None:
     assert all(given is own for given, own in zip(seen[0], inputs, strict=True))
 
 
+def test_a_callers_own_eager_stands_over_the_runners() -> None:
+    """And is called only where no graph is replayed, as after a replay that failed."""
+    runner = make_runner(ReexecutingBackend(), eager=lambda *inputs: pytest.fail("the runner's own"))
+    mine = (torch.ones(1),)
+    assert runner((1, 4), *inputs_of(1, 4), eager=lambda: mine) is mine
+    runner.capture_all()
+    assert_right(runner((1, 4), *inputs_of(1, 4), eager=lambda: mine), 1, 4)
+    (graph,) = (graph for bucket, graph in runner._graphs.items() if bucket == (1, 4))
+
+    def fails() -> None:
+        raise RuntimeError("odd")
+
+    graph.replay = fails  # type: ignore[method-assign]
+    assert runner((1, 4), *inputs_of(1, 4), eager=lambda: mine) is mine
+    assert runner.statistics.misses[Fallback.REPLAY_FAILED] == 1
+
+
 def test_function_as_eager_is_trimmed_too() -> None:
     def with_tail(codes: Tensor, scale: Tensor) -> Outputs:
         samples, total = toy(codes, scale)

@@ -151,6 +151,13 @@ def test_what_is_visible() -> None:
 
 def test_refuses_keys_that_cannot_be_viewed() -> None:
     packed = Packed((24,))
-    strided = packed.key[:, ::2].contiguous().repeat_interleave(2, 0)[::2]
+    every_other = packed.key[:, ::2]
     with pytest.raises(ValueError, match="one dimension in memory"):
-        packed_block_attention(packed.query[:, ::2], strided, strided, look_ahead=1)
+        packed_block_attention(packed.query[:3, :3], every_other[:, :2], every_other[:, :2], look_ahead=1)
+
+
+@pytest.mark.parametrize(("back", "ahead"), [(1, 0), (0, 1)])
+def test_refuses_windows_beyond_the_keys(back: int, ahead: int) -> None:
+    packed = Packed((24,))
+    with pytest.raises(ValueError, match="windows of 4 query blocks reach beyond the 4 key blocks"):
+        packed_block_attention(packed.query, packed.key, packed.value, look_backward=back, look_ahead=ahead)

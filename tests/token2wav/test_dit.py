@@ -151,12 +151,43 @@ def test_intermediates_of_a_layer_do_not_grow_with_the_length(
     assert 0 < seen.largest <= 5 * 24 * 3 * 64
 
 
+def peak_of_layers(dit: BlockDiT, clip: Clip, group_blocks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that the layers of one evaluation hold at most beside what they are given."""
+    layer, peaks = dit._layer, []
+
+    def profiled(*args: Any) -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            layer(*args)
+        live = peak = 0
+        events = profile.profiler.kineto_results.events()
+        for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        peaks.append(peak)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dit, "_layer", profiled)
+        evaluate(dit, [clip], group_blocks=group_blocks)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("budget", [2**20, 2**22])
+def test_groups_stay_within_their_memory(
+    budget: int, transformers_token2wav: Any, voice: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that stands at a time, of the layers that look around them, too; and the budget is made use of."""
+    dit = BlockDiT(transformers_token2wav.code2wav_dit_model)
+    group_blocks = dit._group_blocks(budget // 2**20, torch.device("meta"))
+    peak = peak_of_layers(dit, random_clip(3000, voice), group_blocks, monkeypatch)
+    assert 0.6 * budget < peak <= budget
+
+
 def test_groups_follow_the_budget(transformers_token2wav: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     dit = BlockDiT(transformers_token2wav.code2wav_dit_model, group_mib=1)
     device = torch.device("meta")
-    # Widths: 64, query, key and value 192, inner 128; at most 384 floats a frame at a time.
-    assert dit._group_blocks(1, device) == 2**20 // (384 * 24 * 4)
-    assert dit._group_blocks(100, device) == 100 * 2**20 // (384 * 24 * 4)
+    # Widths: 64, query, key and value 192, inner 128; at most 448 floats a frame at a time, and a block looked ahead.
+    assert dit._group_blocks(1, device) == 2**20 // (448 * 24 * 4) - 1
+    assert dit._group_blocks(100, device) == 100 * 2**20 // (448 * 24 * 4) - 1
     monkeypatch.setattr(dit_module, "CPU_INTERMEDIATE_BYTES", 1)
     assert dit._group_blocks(100, torch.device("cpu")) == 1
     assert [group.stop for group in dit.layout([72], guided=False).groups] == [1, 2, 3]

@@ -12,6 +12,7 @@ from parity import CODE_COUNTS, MAX_REL_ERROR, other_voice, random_clip, random_
 from torch import Tensor, nn
 
 from vllm_omni_audio_perf.graphs import CaptureBudget, Fallback, GraphBackend
+from vllm_omni_audio_perf.options import MAX_GRAPH_MEL_FRAMES
 from vllm_omni_audio_perf.testing.capture_safety import assert_capture_safe
 from vllm_omni_audio_perf.testing.graph_backends import ReexecutingBackend, TraceBackend
 from vllm_omni_audio_perf.token2wav import BlockDiT, Clip, Sampler, cast_linear_layers, graph_blocks
@@ -252,11 +253,59 @@ def test_new_weights_are_seen_after_a_refresh(transformers_token2wav: Any, voice
     assert torch.equal(sampler.sample([clip])[0], expected)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"num_steps": 5}, {"num_steps": 14}, {"solver": "euler"}, {"sway_coefficient": None}, {"guidance_scale": 2.0}],
+)
+def test_a_changed_setting_is_heeded(
+    change: dict[str, Any], transformers_token2wav: Any, voice: tuple[Tensor, Tensor]
+) -> None:
+    """Neither the table nor a graph of the old one is used."""
+    dit, clip = transformers_token2wav.code2wav_dit_model, random_clip(13, voice)
+    sampler = sampler_of(dit)
+    sampler.capture([3], backend=TraceBackend(), budget=BUDGET)
+    sampler.sample([clip])
+    for name, value in change.items():
+        setattr(sampler, name, value)
+    (expected,) = sampler_of(dit, **change).sample([clip])
+    assert torch.equal(sampler.sample([clip])[0], expected)
+
+
+def test_clips_of_one_voice_share_its_encoding(
+    transformers_token2wav: Any, voice: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = sampler_of(transformers_token2wav.code2wav_dit_model)
+    encoded: list[Tensor] = []
+    encode = sampler.dit.voice
+    monkeypatch.setattr(sampler.dit, "voice", lambda *given: encoded.append(given[0]) or encode(*given))
+    other = other_voice(5, 100)
+    sampler.sample([random_clip(5, voice), random_clip(6, other), random_clip(7, voice)])
+    assert [speaker is wanted for speaker, wanted in zip(encoded, (voice[0], other[0]), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16 layers", "float64"])
+def test_graphs_of_other_dtypes(dtype: str, transformers_token2wav: Any) -> None:
+    dit = copy.deepcopy(transformers_token2wav.code2wav_dit_model)
+    clips = mixed_clips()[:4]
+    if dtype == "float64":
+        dit.double()
+        sampler = sampler_of(dit)
+        clips = [Clip(clip.codes, *(tensor.double() for tensor in clip[1:])) for clip in clips]
+    else:
+        cast_linear_layers(dit, torch.bfloat16)
+        sampler = Sampler(BlockDiT(dit, linear_dtype=torch.bfloat16))
+    expected = sampler.sample(clips)
+    runner = sampler.capture([13], backend=ReexecutingBackend(), budget=BUDGET)
+    for actual, wanted in zip(sampler.sample(clips), expected, strict=True):
+        assert rel_error(actual, wanted) <= (1e-12 if dtype == "float64" else 5e-3)
+    assert runner.statistics.hits == 36
+
+
 def test_sizes_of_graphs() -> None:
     assert graph_blocks(0) == []
     assert graph_blocks(1) == [1]
     assert graph_blocks(25) == [*range(1, 17), 18, 20, 22, 24, 25]
-    for blocks in (40, 400, 2500):
+    for blocks in (40, 400, MAX_GRAPH_MEL_FRAMES // 24):
         sizes = graph_blocks(blocks)
         assert sizes[-1] == blocks
         assert len(sizes) <= 64

@@ -131,6 +131,8 @@ class Memory:
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.AcceleratorError("CUDA error: out of memory", 2),
     MemoryError(),
 ]
 

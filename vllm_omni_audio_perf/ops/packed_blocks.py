@@ -85,6 +85,9 @@ def packed_block_attention(
 
     Returns:
         ``[blocks, block_size, heads, head_dim]`` in the dtype of `query`.
+
+    Raises:
+        ValueError: if windows reach beyond `key` and nothing is restricted, or cannot be viewed.
     """
     if restricted is not None and restricted.blocks is None:
         return _attend_restricted(query, key, value, restricted)
@@ -94,6 +97,11 @@ def packed_block_attention(
     if start == 0 and stop == blocks:
         out = _attend(query, *(_windows(t, first, blocks, look_backward, look_ahead) for t in (key, value)))
     else:
+        if restricted is None:
+            raise ValueError(
+                f"The windows of {blocks} query blocks reach beyond the {key.shape[0]} key blocks; "
+                "those that do must be restricted."
+            )
         out = query.new_empty(blocks, size, heads, value.shape[3])
         if stop > start:
             windows = (_windows(t, first + start, stop - start, look_backward, look_ahead) for t in (key, value))
@@ -115,6 +123,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
 def _attend_restricted(query: Tensor, key: Tensor, value: Tensor, restricted: Restricted) -> Tensor:
     """Over the restricted blocks alone; `query` holds no other."""
     shape = restricted.window.shape
+    if restricted.blocks is None and shape[1] == 1:  # every block, and its own block alone
+        return _attend(query, key, value, restricted.visible)
     keys, values = (
         t.index_select(0, restricted.window.flatten()).unflatten(0, shape).flatten(1, 2) for t in (key, value)
     )

@@ -97,7 +97,8 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         loaded = self.token2wav.load_weights_without_buffers(self.token2wav.remove_buffers_from_weights(own, buffers))
         loaded |= self.token2wav.reload_buffers_to_model(buffers)
         self._synthesizer.sampler.refresh()
-        self._is_captured = False
+        if self._is_captured:  # these are new weights for a running stage
+            self._capture()
         return add_prefix_to_loaded_weights(loaded, WEIGHT_PREFIX)
 
     def forward(
@@ -188,9 +189,14 @@ class AudioPerfQwen2_5Omni(Qwen2_5OmniForConditionalGeneration):
         """Capture graphs, once, and take the memory that a clip of so many codes needs."""
         synthesizer = self._synthesizer
         frames = max(synthesizer.mel_frames(codes), synthesizer.dit.repeats)
-        synthesizer.sampler.evaluate_once(frames, *self._speakers[DEFAULT_SPEAKER])
-        options = self._options
-        if self._is_captured or not options.cuda_graphs or self._device.type != "cuda":
+        synthesizer.warm_up(frames, *self._speakers[DEFAULT_SPEAKER])
+        if not self._is_captured:
+            self._capture()
+
+    def _capture(self) -> None:
+        """Capture graphs where the stage is on a GPU and they are wanted."""
+        options, synthesizer = self._options, self._synthesizer
+        if not options.cuda_graphs or self._device.type != "cuda":
             return
         self._is_captured = True
         synthesizer.sampler.capture(

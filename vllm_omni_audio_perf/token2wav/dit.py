@@ -257,6 +257,7 @@ class BlockDiT:
             inner = self._linear(into, self._norm(part, ff_scale, ff_shift, layer.ff_norm))
             inner = gelu(inner, approximate=activation.approximate)
             part.addcmul_(ff_gate, self._linear(out_of, inner))
+            del inner  # or it would stand beside the next group's
 
     def _qkv(self, attention: Any, hidden: Tensor, rotation: Tensor) -> list[Tensor]:
         """Query, key and value ``[blocks, block_size, heads, head_dim]``, rotated. Projections are fused or not."""
@@ -306,9 +307,10 @@ class BlockDiT:
         width = self.model.hidden_size
         inner = self.layers[0].ff.ff[0].out_features
         projected = 3 * self.layers[0].attn.inner_dim
-        # Normed, projected, attended and its output; or normed, inner twice, and its output.
-        together = max(width + projected + projected // 3 + width, width + 2 * inner + width)
-        blocks = group_mib * MIB // (together * self.block_size * 4)
+        # Projected, keys and values once more behind those carried over, attended and its output; or inner before and
+        # after its activation, and its output. The blocks that a group sees after it are projected, too.
+        together = max(2 * projected + width, 2 * inner + width)
+        blocks = group_mib * MIB // (together * self.block_size * 4) - max(ahead for _, ahead in self.neighbourhoods)
         if device.type == "cpu":
             blocks = min(blocks, CPU_INTERMEDIATE_BYTES // (max(projected, inner) * self.block_size * 4))
         return max(1, blocks)
@@ -317,7 +319,8 @@ class BlockDiT:
 def cast_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights of a DiT's attention and feed-forward layers in place, before or after they are loaded.
 
-    Not after vLLM has packed them for its CPU kernels.
+    Not after vLLM has packed them for its CPU kernels. The activation between the two feed-forward layers stays in
+    this dtype, too.
     """
     for layer in cast(Any, model).transformer_blocks:
         layer.attn.to(dtype)

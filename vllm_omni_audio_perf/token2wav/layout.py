@@ -69,6 +69,8 @@ class BlockLayout:
         """``[blocks]`` int64, to which clip a block belongs."""
         self.position = position.to(device)
         """``[blocks]`` int64, which block of its clip it is."""
+        self.block_frames = valid.to(device)
+        """``[blocks]`` int64, its valid frames."""
 
         self.valid = valid.repeat(copies)
         """``[copies * blocks]`` int64 on the CPU, valid frames of each evaluated block."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_omni_audio_perf.graphs import Buckets, CaptureBudget, GraphBackend, GraphRunner
 from vllm_omni_audio_perf.ops import Restricted, visibility_mask, visible_frames
-from vllm_omni_audio_perf.token2wav.dit import BlockDiT, Conditions, Modulation, ModulationTable
+from vllm_omni_audio_perf.token2wav.dit import BlockDiT, Conditions, Modulation, ModulationTable, Voice
 from vllm_omni_audio_perf.token2wav.layout import Group
 from vllm_omni_audio_perf.token2wav.solver import evaluation_times, solve, sway_time_grid
 
@@ -67,11 +67,16 @@ class Sampler:
         self.num_steps = num_steps
         self.solver = solver
         self.guidance_scale = guidance_scale
-        self.guided = guidance_scale >= MIN_GUIDANCE_SCALE
         self.sway_coefficient = sway_coefficient
         self.graphs: GraphRunner | None = None
         self._table: ModulationTable | None = None
+        self._settings_of_table: tuple[object, ...] = ()
         evaluation_times(self._grid(torch.device("cpu"), torch.float32), solver)  # refuses what cannot be solved
+
+    @property
+    def guided(self) -> bool:
+        """Whether there are unconditional copies."""
+        return self.guidance_scale >= MIN_GUIDANCE_SCALE
 
     def refresh(self) -> None:
         """Forget what was computed from the weights: to be called when they have changed. Captured graphs go, too."""
@@ -82,12 +87,15 @@ class Sampler:
 
     @property
     def table(self) -> ModulationTable:
-        """The modulations at the times of a solve, computed at first use."""
-        if self._table is None:
+        """The modulations at the times of a solve, computed at first use and after a change of settings."""
+        settings = (self.num_steps, self.solver, self.sway_coefficient, self.guidance_scale)
+        if self._table is None or settings != self._settings_of_table:
+            self.refresh()  # graphs hold the old one, and the weight of the guidance
             weight = self.dit.model.proj_out.weight
             self._table = self.dit.modulation_table(
                 evaluation_times(self._grid(weight.device, weight.dtype), self.solver)
             )
+            self._settings_of_table = settings
         return self._table
 
     @torch.inference_mode()
@@ -110,10 +118,11 @@ class Sampler:
                 raise ValueError(
                     f"noise for {clip.codes.shape[0]} codes must have shape {expected}, got {tuple(clip.noise.shape)}."
                 )
-        layout = self.dit.layout([clip.noise.shape[1] for clip in clips], guided=self.guided, group_mib=group_mib)
-        voices = [self.dit.voice(clip.speaker, clip.reference_mel) for clip in clips]
-        conditions = self.dit.conditions(layout, voices, [clip.codes for clip in clips], guided=self.guided)
         table = self.table
+        layout = self.dit.layout([clip.noise.shape[1] for clip in clips], guided=self.guided, group_mib=group_mib)
+        conditions = self.dit.conditions(
+            layout, self._voices(clips), [clip.codes for clip in clips], guided=self.guided
+        )
 
         def eager(index: int, state: Tensor) -> Tensor:
             return self.dit.velocity(state, table.at(index), conditions, layout.groups, self.guidance_scale)
@@ -122,12 +131,11 @@ class Sampler:
         if self.graphs is not None:
             graphs, shape = self.graphs, (layout.blocks,)
             constant, unconditional, rotation = conditions
-            valid = layout.valid[: layout.blocks].to(layout.clip.device)
-            positions = torch.arange(len(table.layers), device=valid.device)
+            positions = torch.arange(len(table.layers), device=constant.device)
             fixed = (constant, *(() if unconditional is None else (unconditional,)), rotation[: layout.blocks])
 
             def velocity(index: int, state: Tensor) -> Tensor:
-                inputs = (state, *fixed, valid, layout.clip, positions[index : index + 1])
+                inputs = (state, *fixed, layout.block_frames, layout.clip, positions[index : index + 1])
                 (out,) = graphs(shape, *inputs, eager=lambda: (eager(index, state),))
                 return out
 
@@ -136,31 +144,32 @@ class Sampler:
         return [mel.T.unsqueeze(0) for mel in layout.unpack(solved)]
 
     @torch.inference_mode()
-    def capture(
-        self, blocks: Sequence[int], *, backend: GraphBackend, budget: CaptureBudget, enabled: bool = True
-    ) -> GraphRunner:
-        """Capture a guided evaluation in a graph for each of some numbers of blocks.
+    def capture(self, blocks: Sequence[int], *, backend: GraphBackend, budget: CaptureBudget) -> GraphRunner:
+        """Capture an evaluation in a graph for each of some numbers of blocks.
 
         Args:
             blocks: of all clips of a solve; what has more is evaluated without a graph.
             backend: what captures.
             budget: what the captures may cost.
-            enabled: False to capture nothing.
         """
-        dit, device = self.dit, self.table.layers.device
+        dit, table = self.dit, self.table.layers
+        device = table.device
         size, width = dit.block_size, dit.model.hidden_size
+
+        def padding(value: complex, *shape: int, dtype: torch.dtype = table.dtype) -> Tensor:
+            return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
         def make_inputs(bucket: tuple[int, ...]) -> list[Tensor]:
             (count,) = bucket
-            unconditional = [torch.zeros(count, 1, width, device=device)] if self.guided else []
+            half = dit.model.rotary_embed.inv_freq.numel()
             return [
-                torch.zeros(count, size, dit.mel_dim, device=device),
-                torch.zeros(count, size, width, device=device),
-                *unconditional,
-                torch.ones(count, size, 1, dit.model.rotary_embed.inv_freq.numel(), device=device) + 0j,
-                torch.full((count,), size, device=device),
-                torch.full((count,), -1, device=device),  # a clip of its own
-                torch.zeros(1, dtype=torch.long, device=device),
+                padding(0, count, size, dit.mel_dim),
+                padding(0, count, size, width),
+                *([padding(0, count, 1, width)] if self.guided else []),
+                padding(1, count, size, 1, half, dtype=table.dtype.to_complex()),
+                padding(size, count, dtype=torch.long),
+                padding(-1, count, dtype=torch.long),  # a clip of its own
+                padding(0, 1, dtype=torch.long),
             ]
 
         runner = GraphRunner(
@@ -172,14 +181,13 @@ class Sampler:
             backend=backend,
             device=device,
             budget=budget,
-            enabled=enabled,
         )
         runner.capture_all()
         self.graphs = runner
         return runner
 
     def velocity_fixed(self, *inputs: Tensor) -> tuple[Tensor]:
-        """A guided evaluation as a function of fixed shape, which nothing but its inputs' content changes.
+        """An evaluation as a function of fixed shape, which nothing but its inputs' content changes.
 
         Args:
             inputs: the noised mel ``[blocks, block_size, mel_dim]``; the `Conditions`, of one copy; valid frames of
@@ -206,7 +214,7 @@ class Sampler:
 
     @torch.inference_mode()
     def evaluate_once(self, frames: int, speaker: Tensor, reference_mel: Tensor) -> None:
-        """Run one guided evaluation of a clip of `frames` mel frames, without a graph, for a start-up run.
+        """Run one evaluation of a clip of `frames` mel frames, without a graph, for a start-up run.
 
         It takes the memory that a solve of such a clip needs.
         """
@@ -216,6 +224,15 @@ class Sampler:
         conditions = self.dit.conditions(layout, [voice], [codes], guided=self.guided)
         mel = layout.pack([reference_mel.new_zeros(frames, self.dit.mel_dim)])
         self.dit.velocity(mel, self.table.at(0), conditions, layout.groups, self.guidance_scale)
+
+    def _voices(self, clips: Sequence[Clip]) -> list[Voice]:
+        """One a clip; clips that share their tensors share the computation."""
+        voices: dict[tuple[int, int], Voice] = {}
+        keys = [(id(clip.speaker), id(clip.reference_mel)) for clip in clips]
+        for key, clip in zip(keys, clips, strict=True):
+            if key not in voices:
+                voices[key] = self.dit.voice(clip.speaker, clip.reference_mel)
+        return [voices[key] for key in keys]
 
     def _grid(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         return sway_time_grid(self.num_steps, self.sway_coefficient, device=device, dtype=dtype)

@@ -88,6 +88,16 @@ class Synthesizer:
                 results[index] = mel if isinstance(mel, Exception) else self._vocode(mel)
         return results
 
+    @torch.inference_mode()
+    def warm_up(self, frames: int, speaker: Tensor, reference_mel: Tensor) -> None:
+        """Evaluate the network once for a clip of so many mel frames, and run the vocoder once.
+
+        That takes the memory that such a clip needs, and loads the kernels.
+        """
+        self.sampler.evaluate_once(frames, speaker, reference_mel)
+        longest = min(frames, self.vocoder_frames + 2 * self.overlap_frames)
+        self.vocoder(reference_mel.new_zeros(1, self.dit.mel_dim, longest))
+
     def _solve(self, clips: list[Clip]) -> list[Tensor | Exception]:
         """Mels of clips, solved together; where that fails, in smaller and smaller groups."""
         failure: Exception | None = None
@@ -95,9 +105,9 @@ class Synthesizer:
         for _ in range(MAX_SHRINKS + 1 if len(clips) == 1 else 1):
             try:
                 return list(self.sampler.sample(clips, group_mib=group_mib))
-            except torch.AcceleratorError:
-                raise
             except Exception as error:
+                if is_device_lost(error):
+                    raise
                 failure = error
             if not is_out_of_memory(failure):
                 break
@@ -110,8 +120,9 @@ class Synthesizer:
             "Solving %d clips of %d mel frames together failed: %s. Solving them in two halves.",
             len(clips),
             sum(clip.noise.shape[1] for clip in clips),
-            failure,
+            str(failure),
         )
+        failure.__traceback__ = None  # its frames hold the tensors of this solve
         middle = len(clips) // 2
         return self._solve(clips[:middle]) + self._solve(clips[middle:])
 
@@ -121,9 +132,9 @@ class Synthesizer:
         for _ in range(MAX_SHRINKS + 1):
             try:
                 return vocode(self.vocoder, mel, piece_frames=frames, overlap_frames=self.overlap_frames)
-            except torch.AcceleratorError:
-                raise
             except Exception as error:
+                if is_device_lost(error):
+                    raise
                 failure = error
             if not is_out_of_memory(failure):
                 break
@@ -155,10 +166,16 @@ def plan_solves(frames: Sequence[int], frames_per_solve: int) -> list[list[int]]
 
 
 def is_out_of_memory(failure: Exception) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
+    """Whether an allocation failed: of torch's allocator, of a library or driver beside it, or on the host."""
     if isinstance(failure, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(failure, RuntimeError) and "allocate memory" in str(failure)
+    texts = ("allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(failure, RuntimeError) and any(text in str(failure) for text in texts)
+
+
+def is_device_lost(failure: Exception) -> bool:
+    """Whether the device can compute nothing any more, for no request."""
+    return isinstance(failure, torch.AcceleratorError) and not is_out_of_memory(failure)
 
 
 def _free_memory(failure: Exception) -> None:
