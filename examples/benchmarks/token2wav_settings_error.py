@@ -72,15 +72,21 @@ def rel_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def main() -> None:
-    """Solve with each setting and print the table."""
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=240, help="mel frames of 10 ms, even (default: 240)")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (default: torch's own)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.frames < 2 or args.frames % 2:
         parser.error(f"--frames is {args.frames}; allowed: an even number of at least 2")
+    return args
+
+
+def main() -> None:
+    """Solve with each setting and print the table."""
+    args = parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     token2wav: Any = build_transformers_token2wav(Qwen2_5OmniToken2WavConfig())

@@ -233,6 +233,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_go_on(
     assert "eager: OutOfMemoryError: CUDA out of memory." in run.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_model_that_cannot_be_built_is_tried_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -252,6 +253,7 @@ def test_a_model_that_cannot_be_built_is_tried_once(
         assert (expected is None and "error" not in row) or expected in row["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("how", ["capture", "replay"])
 def test_figures_without_a_graph_do_not_pass_for_figures_with_one(
