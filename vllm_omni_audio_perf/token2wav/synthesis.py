@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ SMALLER = 4
 """By how much a group of blocks or a piece of mel shrinks after a failed allocation."""
 
 MAX_SHRINKS = 3
+
+_Result = TypeVar("_Result")
 
 
 class Synthesizer:
@@ -100,48 +103,51 @@ class Synthesizer:
 
     def _solve(self, clips: list[Clip]) -> list[Tensor | Exception]:
         """Mels of clips, solved together; where that fails, in smaller and smaller groups."""
-        failure: Exception | None = None
-        group_mib = self.dit.group_mib
-        for _ in range(MAX_SHRINKS + 1 if len(clips) == 1 else 1):
-            try:
-                return list(self.sampler.sample(clips, group_mib=group_mib))
-            except Exception as error:
-                if is_device_lost(error):
-                    raise
-                failure = error
-            if not is_out_of_memory(failure):
-                break
-            _free_memory(failure)
-            group_mib = max(1, group_mib // SMALLER)
-        assert failure is not None
+        mels = _try_smaller(
+            lambda group_mib: self.sampler.sample(clips, group_mib=group_mib),
+            self.dit.group_mib,
+            shrinks=MAX_SHRINKS if len(clips) == 1 else 0,
+        )
+        if not isinstance(mels, Exception):
+            return list(mels)
         if len(clips) == 1:
-            return [failure]
+            return [mels]
         logger.warning(
             "Solving %d clips of %d mel frames together failed: %s. Solving them in two halves.",
             len(clips),
             sum(clip.noise.shape[1] for clip in clips),
-            str(failure),
+            str(mels),
         )
-        failure.__traceback__ = None  # its frames hold the tensors of this solve
+        mels.__traceback__ = None  # its frames hold the tensors of this solve
         middle = len(clips) // 2
         return self._solve(clips[:middle]) + self._solve(clips[middle:])
 
     def _vocode(self, mel: Tensor) -> Tensor | Exception:
-        failure: Exception | None = None
-        frames = self.vocoder_frames
-        for _ in range(MAX_SHRINKS + 1):
-            try:
-                return vocode(self.vocoder, mel, piece_frames=frames, overlap_frames=self.overlap_frames)
-            except Exception as error:
-                if is_device_lost(error):
-                    raise
-                failure = error
-            if not is_out_of_memory(failure):
-                break
-            _free_memory(failure)
-            frames = max(1, frames // SMALLER)
-        assert failure is not None
-        return failure
+        return _try_smaller(
+            lambda frames: vocode(self.vocoder, mel, piece_frames=frames, overlap_frames=self.overlap_frames),
+            self.vocoder_frames,
+            shrinks=MAX_SHRINKS,
+        )
+
+
+def _try_smaller(attempt: Callable[[int], _Result], size: int, *, shrinks: int) -> _Result | Exception:
+    """What an attempt returns, with a smaller size after each failed allocation; or why the last one failed.
+
+    Raises:
+        torch.AcceleratorError: if the device is lost.
+    """
+    for _ in range(shrinks + 1):
+        try:
+            return attempt(size)
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            failure = error
+        if not is_out_of_memory(failure):
+            break
+        _free_memory(failure)
+        size = max(1, size // SMALLER)
+    return failure
 
 
 def plan_solves(frames: Sequence[int], frames_per_solve: int) -> list[list[int]]:
